@@ -23,14 +23,15 @@ __device__ __forceinline__ void from_real(bf16_t& y, float x) {  // to nearest e
 __device__ __forceinline__ void from_real(float& y, float x) { y = x; }
 __device__ __forceinline__ void from_real(double& y, double x) { y = x; }
 
+constexpr double kLog2E = 1.4426950408889634;
+constexpr double kLn2 = 0.6931471805599453;
+
 __device__ __forceinline__ float exp2_of(float x) { return ex2_approx_ftz(x); }
-__device__ __forceinline__ double exp2_of(double x) { return exp2(x); }
+__device__ __forceinline__ float exp_of(float x) { return exp2_of(x * static_cast<float>(kLog2E)); }
+__device__ __forceinline__ double exp_of(double x) { return exp(x); }
 __device__ __forceinline__ float max_of(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ double max_of(double a, double b) { return fmax(a, b); }
-__device__ __forceinline__ float tanh_of(float x) {  // with 16-bit elements to within 2^-22 of 1, in five instructions
-  constexpr float kTwiceLog2E = 2.885390081777927f;
-  return sizeof(Element) == 2 ? 1 - 2 * rcp_approx_ftz(1 + ex2_approx_ftz(kTwiceLog2E * x)) : tanhf(x);
-}
+__device__ __forceinline__ float tanh_of(float x) { return tanhf(x); }  // accurate also near 0, where the LSE needs it
 __device__ __forceinline__ double tanh_of(double x) { return tanh(x); }
 __device__ __forceinline__ float log_of(float x) { return logf(x); }
 __device__ __forceinline__ double log_of(double x) { return log(x); }

@@ -86,7 +86,7 @@ __device__ __forceinline__ void multiply_p_v(Real (&o)[kRows][kOutColumns], cons
   }
 }
 
-// S becomes P = 2^(S - m), in shared memory; m and l go on, O is rescaled.
+// S becomes P = e^(S - m), in shared memory; m and l go on, O is rescaled.
 template <bool kMasked>
 __device__ __forceinline__ void softmax(Real (&s)[kRows][kKeys], Real (&o)[kRows][kOutColumns], RowStatistics (&row_of)[kRows], Real* p,
                                         const Scores& score, const Visibility& see, i32 row0, i32 key0, Thread own) {
@@ -112,7 +112,7 @@ __device__ __forceinline__ void softmax(Real (&s)[kRows][kKeys], Real (&o)[kRows
     for (i32 c = 0; c < kOutColumns; ++c) o[i][c] *= rescale;
 #pragma unroll
     for (i32 j = 0; j < kKeys; ++j) {
-      const Real weight = exp2_of(s[i][j] - row_of[i].reference());
+      const Real weight = row_of[i].weight(s[i][j]);
       row_of[i].l += weight;  // the sum over this lane's keys; the lanes of a row meet in the epilogue
       p[own.row(i) * kPPitch + own.key(j)] = weight;
     }
@@ -120,7 +120,7 @@ __device__ __forceinline__ void softmax(Real (&s)[kRows][kKeys], Real (&o)[kRows
 }
 
 // ---- the kernel ----
-extern "C" __global__ void __launch_bounds__(kThreads) forward_simt(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(kThreads, 1) forward_simt(const __grid_constant__ Params p) {
   // Prologue: which rows of which head, and the Q tile.
   const i32 tile = p.row_tiles - 1 - static_cast<i32>(blockIdx.x % p.row_tiles);  // the longest rows of a causal mask first
   const i32 head = static_cast<i32>(blockIdx.x / p.row_tiles) % p.heads;
@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) forward_simt(const __grid
   const Visibility see = visibility(p, batch, head);
   const KeyTiles tiles = key_tiles(see, row0, row0 + kBr);
   const Scores score = scores(p, batch, head);
-  const Thread own;
+  const Thread own{};
 
   DYNAMIC_SMEM(smem);
   Real* const q_smem = reinterpret_cast<Real*>(smem);

@@ -19,8 +19,9 @@ struct Params {
   i64 mask_batch, mask_head, mask_row, mask_column;
   i64 bias_batch, bias_head, bias_row, bias_column;
   i64 q_lengths_batch, kv_lengths_batch;
-  double scale_log2;    // scale * log2(e); with a softcap: scale / softcap
-  double softcap_log2;  // softcap * log2(e)
+  double scale;       // with a softcap: scale / softcap
+  double scale_log2;  // scale * log2(e)
+  double softcap;
   i32 heads;            // H_q
   i32 group;            // query heads that share a head of k and v
   i32 n_q, n_k, d, d_v;

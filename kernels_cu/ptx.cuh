@@ -32,9 +32,11 @@ __device__ __forceinline__ half_t cvt_rn_f16_f32(float x) {
   return y;
 }
 
-// Two floats rounded to 16 bits, `low` in the lower half. (As one instruction where the GPU has it; sm_75 does not.)
+// Two floats rounded to 16 bits, `low` in the lower half
 __device__ __forceinline__ u32 pack2(float low, float high, half_t) {
-  return cvt_rn_f16_f32(low).bits | static_cast<u32>(cvt_rn_f16_f32(high).bits) << 16;
+  u32 y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
 }
 __device__ __forceinline__ u32 pack2(float low, float high, bf16_t) {
   u32 y;
