@@ -1,0 +1,178 @@
+"""The public functions: read the arguments, make a `Problem`, run its plan, hand the result back."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cuflash.arrays import CupyKind
+from cuflash.call import Call, Options, attend_foreign, attend_gpu, common_kind, plan_call, prepare_gpu
+from cuflash.config import TileConfig
+from cuflash.problem import Problem
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How a call is computed.
+
+    Attributes
+    ----------
+    family : str
+        The kernel family, "simt" or "numpy".
+    config : TileConfig
+        Its tile configuration.
+    source : str
+        Where the configuration came from: "default" or "the caller".
+    device : str
+    ruled_out : mapping of str to str
+        Why the other families do not serve the call.
+    problem : Problem
+        The checked call, its compiled-in part in ``problem.spec``.
+    """
+
+    family: str
+    config: TileConfig
+    source: str
+    device: str
+    ruled_out: Mapping[str, str]
+    problem: Problem
+
+    def __str__(self) -> str:
+        lines = [f"{self.family} on {self.device}: {self.config} (from: {self.source})"]
+        lines += [f"  not {family}: {reason}" for family, reason in self.ruled_out.items()]
+        return "\n".join(lines)
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    mask: Any = None,
+    bias: Any = None,
+    q_lengths: Any = None,
+    kv_lengths: Any = None,
+    layout: str = "bhnd",
+    return_lse: bool = False,
+    out: Any = None,
+    config: TileConfig | None = None,
+) -> Any:
+    """Exact scaled dot-product attention, ``softmax(scale * q @ k^T) @ v``, without a matrix of N_q x N_k in memory.
+
+    Parameters
+    ----------
+    q : array, (..., H_q, N_q, D)
+        Queries: NumPy, CuPy, PyTorch or JAX, float16, bfloat16, float32 or float64; 2-D (N_q, D) upwards.
+    k, v : array, (..., H_kv, N_k, D) and (..., H_kv, N_k, D_v)
+        Keys and values, of the kind, device and dtype of `q`; 1 <= D <= 256 and D_v <= 256. H_q is a multiple of H_kv: query head h reads
+        head ``h // (H_q // H_kv)``. Batch axes broadcast as in `numpy.matmul`. Any strides; an innermost axis that is not
+        contiguous is copied first.
+    scale : float, optional
+        Default ``1 / sqrt(D)``.
+    causal : bool or {"bottom-right", "top-left"}
+        Row i sees keys ``j <= i + delta``; delta is ``N_k - N_q`` (True, "bottom-right") or 0 ("top-left").
+    window : (left, right), optional
+        Row i sees keys ``i + delta - left <= j <= i + delta + right``; None on a side is unbounded. With `causal`, right is 0.
+    softcap : float, optional
+        Scores become ``softcap * tanh(score / softcap)``, after the scale and before the bias.
+    mask : bool array, broadcast to (..., H_q, N_q, N_k), optional
+        True where a row may attend to a key.
+    bias : array, broadcast to (..., H_q, N_q, N_k), optional
+        Added to the scores; of the dtype of `q` or float32.
+    q_lengths, kv_lengths : int32 or int64 array, broadcast to the batch axes, optional
+        Live rows and keys of each batch entry, clamped to [0, N]; delta follows them. What lies beyond is never used.
+    layout : {"bhnd", "bnhd"}
+        "bnhd": q, k, v and the result are (..., N, H, D). Mask, bias and LSE keep (..., H, N).
+    return_lse : bool
+        Also return the log of the sum of ``e^score`` over each row.
+    out : array, optional
+        Where to write the result, of its shape and dtype; it must not overlap an input.
+    config : SimtConfig or NumpyConfig, optional
+        Tile sizes to use instead of the planner's.
+
+    Returns
+    -------
+    array, (..., H_q, N_q, D_v)
+        Of the kind, device and dtype of `q`. A row that sees no key is 0.
+    lse : array, (..., H_q, N_q), only if `return_lse`
+        Natural logarithm; float32 for 16-bit inputs, else float64; -inf for a row that sees no key.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Before anything is launched or written, naming the argument, what came and what is allowed.
+
+    Notes
+    -----
+    FlashAttention (Dao et al. 2022), Algorithm 1, in the order of FlashAttention-2 (Dao 2023), Algorithm 1. GPU arrays are computed on
+    the caller's current stream without host synchronisation.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = (rng.standard_normal((2, 8, 300, 64)) for _ in range(3))
+    >>> out = cuflash.attention(q, k, v, causal=True)
+    >>> bool(abs(out - cuflash.reference.standard_attention(q, k, v, causal=True)).max() < 1e-14)
+    True
+    """
+    call = Call(q, k, v, mask, bias, q_lengths, kv_lengths, out)
+    options = Options(scale, causal, tuple(window) if isinstance(window, list) else window, softcap, layout)
+    kind = common_kind(call)
+    if isinstance(kind, CupyKind):
+        return attend_gpu(kind, call, options, return_lse, config)
+    return attend_foreign(kind, call, options, return_lse, config)
+
+
+def explain(q: Any, k: Any, v: Any, **options: Any) -> Explanation:
+    """How `attention` would compute a call: family, tile configuration, where it came from, why not another.
+
+    Takes the arguments of `attention`, checks them in the same way, and runs nothing.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> x = np.zeros((8, 128, 64), np.float32)
+    >>> cuflash.explain(x, x, x).family
+    'numpy'
+    """
+    return inspect_call(q, k, v, options, load=False)
+
+
+def prepare(q: Any, k: Any, v: Any, **options: Any) -> Explanation:
+    """Compile and load what `attention` needs for a call, without running it, and say what that is.
+
+    Takes the arguments of `attention`. Afterwards the same call, also with other data, lengths or batch sizes of the same alignment,
+    compiles nothing, and can be captured in a CUDA graph (with `out` given, so that nothing is allocated).
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> x = np.zeros((8, 128, 64), np.float32)
+    >>> cuflash.prepare(x, x, x, causal=True).family
+    'numpy'
+    """
+    return inspect_call(q, k, v, options, load=True)
+
+
+def inspect_call(q: Any, k: Any, v: Any, keywords: dict[str, Any], load: bool) -> Explanation:
+    """Check and plan a call as `attention` does; with `load`, compile and load it too."""
+    given = inspect.signature(attention).bind(q, k, v, **keywords)
+    given.apply_defaults()
+    take = given.arguments
+    call = Call(*(take[name] for name in Call._fields))
+    options = Options(*(take[name] for name in Options._fields))
+    kind = common_kind(call)
+    with kind.current(q):
+        views = call.viewed_by(kind)
+        problem, choice, device = plan_call(views, options, take["config"])
+        if load and device is not None:
+            prepare_gpu(call, options, take["return_lse"], take["config"], kind)
+    name = "the CPU" if device is None else device.name
+    return Explanation(choice.family, choice.config, choice.source, name, choice.ruled_out, problem)

@@ -1,0 +1,250 @@
+"""One call on NumPy or CuPy arrays: checked, planned, run. On a GPU everything but the addresses is remembered by signature."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuflash import plan, reference
+from cuflash.arrays import (
+    CUPY,
+    DTYPE_OF,
+    CupyKind,
+    NumpyKind,
+    canonical_view,
+    describe,
+    import_cupy,
+    is_strided,
+    kind_of,
+    memory_of,
+    overlap,
+)
+from cuflash.config import NumpyConfig
+from cuflash.device import DeviceInfo, device_info
+from cuflash.launch import Launch, make_launch
+from cuflash.problem import Problem, read_problem
+
+MAX_REMEMBERED_CALLS = 4096
+
+
+class Options(NamedTuple):
+    """The arguments that are not arrays."""
+
+    scale: Any = None
+    causal: Any = False
+    window: Any = None
+    softcap: Any = None
+    layout: Any = "bhnd"
+
+
+class Call(NamedTuple):
+    """The arguments that are arrays."""
+
+    q: Any
+    k: Any
+    v: Any
+    mask: Any = None
+    bias: Any = None
+    q_lengths: Any = None
+    kv_lengths: Any = None
+    out: Any = None
+
+    def given(self) -> dict[str, Any]:
+        """Those that are there, by name."""
+        return {name: array for name, array in zip(self._fields, self, strict=True) if array is not None}
+
+    def viewed_by(self, kind: NumpyKind) -> Call:
+        """The NumPy or CuPy arrays to compute on."""
+        return self._replace(**{name: kind.view(name, array) for name, array in self.given().items()})
+
+
+class Planned(NamedTuple):
+    """A checked call and what serves it; `device` is None for the CPU."""
+
+    problem: Problem
+    choice: plan.Choice
+    device: DeviceInfo | None
+
+
+def common_kind(call: Call) -> NumpyKind:
+    """The one kind of all arrays of a call."""
+    kind = kind_of("q", call.q)
+    for name, array in zip(call._fields[1:], call[1:], strict=True):
+        if array is not None and (other := kind_of(name, array)) is not kind:
+            raise TypeError(f"all arrays of a call must be of one kind, got q {kind} and {name} {other}")
+    if call.out is not None and not kind.writable:
+        raise TypeError(f"out cannot be a {kind} array, which cannot be written to; use the returned array")
+    return kind
+
+
+def plan_call(call: Call, options: Options, config: Any) -> Planned:
+    """Check a call and choose its kernel.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what came and what is allowed.
+    """
+    on_cpu = isinstance(call.q, np.ndarray)
+    given = call.given()
+    if not on_cpu:
+        for name, array in given.items():
+            if array.device != call.q.device:
+                raise ValueError(
+                    f"all arrays of a call must be on one device, got q on {call.q.device} and {name} on {array.device}"
+                )
+    problem = read_problem(**{name: describe(name, array) for name, array in given.items()}, **options._asdict())
+    if (out := given.pop("out", None)) is not None:
+        if on_cpu and not out.flags.writeable:
+            raise ValueError("out must be writable, got a read-only array")
+        for name, array in given.items():
+            if overlap(memory_of(out), memory_of(array)):
+                raise ValueError(f"out must not overlap an input, got an array that shares memory with {name}")
+    device = None if on_cpu else device_info(call.q.device.id)
+    return Planned(problem, plan.choose(problem, device, config), device)
+
+
+# ---- the CPU ----
+
+
+def attend_numpy(call: Call, options: Options, return_lse: bool, config: Any) -> Any:
+    """`attention` on NumPy arrays."""
+    problem, choice, _ = plan_call(call, options, config)
+    if not isinstance(choice.config, NumpyConfig):
+        raise TypeError(f"config must be a NumpyConfig for arrays of the CPU, got {choice.config!r}")
+    out = np.empty(problem.out_shape, DTYPE_OF[problem.spec.dtype]) if call.out is None else call.out
+    lse = np.empty(problem.lse_shape, DTYPE_OF[problem.spec.lse_dtype]) if return_lse else None
+    if not problem.is_empty(return_lse):
+        shapes = problem.shapes()
+        views = {
+            name: canonical_view(array, shapes[name], problem.strides[name])
+            for name, array in call._replace(out=out).given().items()
+        }
+        if lse is not None:
+            views["lse"] = lse.reshape(shapes["q"][:-1])
+        names = ("mask", "bias", "q_lengths", "kv_lengths", "out", "lse")
+        operands: list[Any] = [views.get(name) for name in ("q", "k", "v", *names)]
+        reference.tiled_attention(problem, choice.config, *operands)
+    return (out, lse) if return_lse else out
+
+
+# ---- the GPU ----
+
+
+class Remembered(NamedTuple):
+    """What a call of one signature on arrays of a GPU needs, checked, compiled and loaded.
+
+    `launch` is None where there is nothing to compute, and where an array is `strided`, not contiguous along its last axis.
+    """
+
+    device: int
+    launch: Launch | None
+    strided: bool
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    dtype: str
+    lse_dtype: str
+
+
+REMEMBERED: dict[Any, Remembered] = {}
+
+
+def type_of_each(options: Options) -> Any:
+    """Tells True from 1 and 1 from 1.0, which are equal as keys."""
+    scale, causal, window, softcap, _ = options
+    return scale.__class__, causal.__class__, softcap.__class__, None if window is None else tuple(map(type, window))
+
+
+def ready(kind: CupyKind, call: Call, options: Options, return_lse: bool, config: Any) -> Remembered:
+    """What `call` needs, remembered or made now."""
+    try:
+        arrays = tuple([None if array is None else kind.signature(array) for array in call])
+        signature = arrays, options, type_of_each(options), bool(return_lse), config
+        known = REMEMBERED.get(signature)
+    except TypeError:  # unhashable: no argument that the checks allow
+        return remember(kind, call, options, return_lse, config)
+    if known is None:
+        known = remember(kind, call, options, return_lse, config)
+        if len(REMEMBERED) >= MAX_REMEMBERED_CALLS:
+            REMEMBERED.clear()
+        REMEMBERED[signature] = known
+    return known
+
+
+def remember(kind: CupyKind, call: Call, options: Options, return_lse: bool, config: Any) -> Remembered:
+    """Check, plan, compile and load a call on arrays of a GPU."""
+    with kind.current(call.q):
+        views = call.viewed_by(kind)
+        problem, choice, device = plan_call(views, options, config)
+        if device is None:
+            raise TypeError(f"q must be an array of a GPU, got {type(call.q).__name__}")
+        strided = any(is_strided(array) for array in (views.q, views.k, views.v, views.out) if array is not None)
+        launch = None if strided or problem.is_empty(return_lse) else make_launch(problem, choice, device)
+        spec = problem.spec
+        return Remembered(
+            views.q.device.id, launch, strided, problem.out_shape, problem.lse_shape, spec.dtype, spec.lse_dtype
+        )
+
+
+def contiguous(call: Call) -> Call:
+    """The call on CuPy arrays with contiguous copies of strided inputs, and without a strided `out`."""
+    q, k, v = (import_cupy().ascontiguousarray(x) if is_strided(x) else x for x in (call.q, call.k, call.v))
+    return call._replace(q=q, k=k, v=v, out=None if call.out is not None and is_strided(call.out) else call.out)
+
+
+def prepare_gpu(call: Call, options: Options, return_lse: bool, config: Any, kind: NumpyKind) -> None:
+    """Compile and load what `attend_gpu` needs."""
+    with kind.current(call.q):
+        if isinstance(kind, CupyKind) and not ready(kind, call, options, return_lse, config).strided:
+            return
+        views = call.viewed_by(kind)
+        if ready(CUPY, views, options, return_lse, config).strided:
+            ready(CUPY, contiguous(views), options, return_lse, config)
+
+
+def attend_gpu(kind: CupyKind, call: Call, options: Options, return_lse: bool, config: Any) -> Any:
+    """`attention` on arrays of a GPU: a look-up, an allocation and a launch, once the signature is known."""
+    known = ready(kind, call, options, return_lse, config)
+    if known.strided or import_cupy().cuda.runtime.getDevice() != known.device:
+        with kind.current(call.q):
+            attend = attend_strided if known.strided else attend_gpu
+            return attend(kind, call, options, return_lse, config)
+
+    q, out = call.q, call.out
+    if out is None:
+        out = kind.new(known.out_shape, known.dtype, q)
+    elif any(overlap(kind.memory(out), kind.memory(array)) for array in call[:-1] if array is not None):
+        plan_call(call.viewed_by(kind), options, config)  # says which
+    lse = kind.new(known.lse_shape, known.lse_dtype, q) if return_lse else None
+    if known.launch is not None:
+        order = (q, call.k, call.v, out, lse, call.mask, call.bias, call.q_lengths, call.kv_lengths)
+        known.launch([0 if array is None else kind.address(array) for array in order], kind.stream(q))
+    return (out, lse) if return_lse else out
+
+
+def attend_strided(kind: CupyKind, call: Call, options: Options, return_lse: bool, config: Any) -> Any:
+    """`attend_gpu` where q, k, v or `out` are not contiguous along their last axis: on contiguous copies."""
+    views = call.viewed_by(kind)
+    computed = attend_gpu(CUPY, contiguous(views), options, return_lse, config)
+    out, lse = computed if return_lse else (computed, None)
+    if call.out is not None:
+        if out is not views.out:
+            views.out[...] = out
+        out = call.out
+    else:
+        out = kind.result(out, call.q)
+    return (out, kind.result(lse, call.q)) if return_lse else out
+
+
+def attend_foreign(kind: NumpyKind, call: Call, options: Options, return_lse: bool, config: Any) -> Any:
+    """`attention` on arrays that are viewed as NumPy or CuPy arrays."""
+    with kind.current(call.q):
+        views = call.viewed_by(kind)
+        if kind.on_gpu:
+            computed = attend_gpu(CUPY, views, options, return_lse, config)
+        else:
+            computed = attend_numpy(views, options, return_lse, config)
+        out, lse = computed if return_lse else (computed, None)
+        out = kind.result(out, call.q) if call.out is None else call.out
+        return (out, kind.result(lse, call.q)) if return_lse else out

@@ -1,0 +1,277 @@
+"""The command ``cuflash``: demo, run, info.
+
+Exit codes: 0 when all went well, 1 when a computation failed or the demo found a result that is not exact, 2 for an
+argument or a file that cannot be used. The reason is on standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+
+import cuflash
+from cuflash import machine
+from cuflash.demo import describe_plan, run_demo
+from cuflash.problem import DTYPES, LAYOUTS
+
+FAILED, UNUSABLE = 1, 2
+ALIGNMENTS = ("bottom-right", "top-left")
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+RUN_NOTES = """\
+q, k and v are (N, D), (H, N, D) or (B, H, N, D), mask and bias (..., H_q, N_q, N_k) or such that they broadcast to it.
+The .npy format does not know bfloat16: it is read from uint16 bit patterns, or from the 2-byte void that numpy.save
+makes of it, and written as uint16. In Python: numpy.load("o.npy").view(ml_dtypes.bfloat16)."""
+
+
+class UsageError(Exception):
+    """An argument or a file that cannot be used; the message is for the user."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line `arguments`, those of the process unless given, and return the exit code."""
+    arguments = _complete_causal(list(sys.argv[1:] if arguments is None else arguments))
+    options = build_parser().parse_args(arguments)
+    with _log_on_stderr():
+        try:
+            return int(options.command(options))
+        except UsageError as error:
+            return _complain(options, str(error), UNUSABLE)
+        except MemoryError as error:
+            return _complain(options, f"not enough memory: {error}", FAILED)
+        except (OSError, RuntimeError) as error:  # CUDA errors and cuflash.compiler.CompileError are RuntimeErrors
+            return _complain(options, str(error), FAILED)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    summary = "Exact, IO-aware attention on GPU and CPU."
+    parser = argparse.ArgumentParser("cuflash", description=summary, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"cuflash {cuflash.__version__}")
+    commands = parser.add_subparsers(metavar="command", required=True)
+
+    demo = _add_command(commands, "demo", demo_command, "attention on real and on long input: error, time and memory")
+    _add_device(demo)
+    length_help = "length of the long input (default: 16384 on a GPU, 4096 on a CPU)"
+    demo.add_argument("--n", type=_positive, metavar="N", help=length_help)
+
+    run = _add_command(commands, "run", run_command, "attention of the arrays in .npy files", epilog=RUN_NOTES)
+    for name in ("q", "k", "v"):
+        run.add_argument(name, type=Path, metavar=f"{name}.npy")
+    run.add_argument("-o", "--out", type=Path, required=True, metavar="o.npy", help="where to write the result")
+    run.add_argument("--lse", type=Path, metavar="lse.npy", help="where to write the log-sum-exp of each row too")
+    causal_help = "rows see keys up to the diagonal, which ends there (default: bottom-right)"
+    run.add_argument("--causal", nargs="?", const=ALIGNMENTS[0], default=False, choices=ALIGNMENTS, help=causal_help)
+    window_help = "how many keys a row sees to either side of the diagonal, or none for all of them"
+    run.add_argument("--window", nargs=2, type=_bound, metavar=("LEFT", "RIGHT"), help=window_help)
+    run.add_argument("--scale", type=float, help="factor of the scores (default: 1 / sqrt(D))")
+    run.add_argument("--softcap", type=float, help="scores become softcap * tanh(score / softcap)")
+    run.add_argument("--mask", type=Path, metavar="mask.npy", help="bool, True where a row may see a key")
+    run.add_argument("--bias", type=Path, metavar="bias.npy", help="added to the scores")
+    run.add_argument("--q-lengths", type=Path, metavar="n.npy", help="rows that are real, for each batch entry")
+    run.add_argument("--kv-lengths", type=Path, metavar="n.npy", help="keys that are real, for each batch entry")
+    run.add_argument("--layout", choices=LAYOUTS, default=LAYOUTS[0], help="order of the axes (default: %(default)s)")
+    run.add_argument("--dtype", choices=DTYPES, help="compute in this dtype (default: that of the files)")
+    _add_device(run)
+
+    _add_command(commands, "info", info_command, "devices, driver, versions and caches of this machine")
+    return parser
+
+
+def demo_command(options: argparse.Namespace) -> int:
+    """``cuflash demo``."""
+    gpu = choose_gpu(options.device)
+    if not gpu and options.device == "auto":
+        print(f"No GPU is used: {machine.why_no_gpu()}.")
+    return 0 if run_demo(_console(), gpu, options.n) else FAILED
+
+
+def info_command(options: argparse.Namespace) -> int:
+    """``cuflash info``."""
+    _console().print(machine.describe_machine())
+    return 0
+
+
+def run_command(options: argparse.Namespace) -> int:
+    """``cuflash run``."""
+    outputs = [path for path in (options.out, options.lse) if path is not None]
+    _check_outputs(outputs)
+    gpu = choose_gpu(options.device)
+    arrays = [read_floats(path, options.dtype) for path in (options.q, options.k, options.v)]
+    keywords: dict[str, Any] = {
+        "scale": options.scale,
+        "causal": options.causal,
+        "window": None if options.window is None else tuple(options.window),
+        "softcap": options.softcap,
+        "layout": options.layout,
+        "mask": None if options.mask is None else read_array(options.mask),
+        "bias": None if options.bias is None else read_floats(options.bias, options.dtype, keep="float32"),
+    }
+    for name in ("q_lengths", "kv_lengths"):
+        path = getattr(options, name)
+        keywords[name] = None if path is None else read_array(path)
+    if gpu:
+        import cupy
+
+        arrays = [cupy.asarray(x) for x in arrays]
+        keywords = {name: cupy.asarray(x) if isinstance(x, np.ndarray) else x for name, x in keywords.items()}
+    try:
+        plan = cuflash.explain(*arrays, **keywords)
+        start = time.perf_counter()
+        results = cuflash.attention(*arrays, return_lse=True, **keywords)
+        results = [cupy.asnumpy(x) if gpu else x for x in results]
+        seconds = time.perf_counter() - start
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    write_arrays(list(zip(outputs, results, strict=False)))
+    out = results[0]
+    where = machine.describe_gpu(cupy.cuda.Device().id) if gpu else "the CPU"
+    print(f"{options.out}: {out.dtype} {out.shape}, by {describe_plan(plan)} on {where} in {seconds:.3g} s")
+    return 0
+
+
+def choose_gpu(wanted: str) -> bool:
+    """Whether to compute on a GPU: where there is one, unless `wanted` is ``"cpu"``; ``"gpu"`` insists."""
+    if wanted == "cpu":
+        return False
+    why = machine.why_no_gpu()
+    if why is not None and wanted == "gpu":
+        raise UsageError(f"--device gpu: {why}")
+    return why is None
+
+
+def read_array(path: Path) -> NDArray[Any]:
+    """The array in a .npy file, in the machine's byte order. Never unpickles."""
+    try:
+        with path.open("rb") as file:
+            if file.peek(6)[:6] != b"\x93NUMPY":
+                raise UsageError(f"{path}: not a .npy file")
+            array: NDArray[Any] = np.lib.format.read_array(file, allow_pickle=False)
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from error
+    except (ValueError, EOFError) as error:
+        raise UsageError(f"{path}: {error}") from error
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def read_floats(path: Path, dtype: str | None, keep: str | None = None) -> NDArray[Any]:
+    """The floating point array in a .npy file, converted to `dtype` if one is given and it is not `keep` already."""
+    array = read_array(path)
+    if array.dtype in (np.dtype("uint16"), np.dtype("V2")):
+        if dtype != "bfloat16":
+            raise UsageError(f"{path}: holds {array.dtype}, which is read as bfloat16 with --dtype bfloat16 only")
+        return array.view(BFLOAT16)
+    if array.dtype.kind != "f":
+        raise UsageError(f"{path}: must hold floating point numbers, holds {array.dtype}")
+    if dtype is None or keep == array.dtype:
+        return array
+    try:
+        with np.errstate(over="raise"):
+            return array.astype(BFLOAT16 if dtype == "bfloat16" else dtype)
+    except FloatingPointError as error:
+        raise UsageError(f"{path}: holds values beyond the range of {dtype}") from error
+
+
+def write_arrays(arrays: Sequence[tuple[Path, NDArray[Any]]]) -> None:
+    """Write .npy files, each whole or not at all. bfloat16 is written as uint16."""
+    temporaries = [path.with_name(f".{path.name}.{os.getpid()}.tmp") for path, _ in arrays]
+    try:
+        for temporary, (_, array) in zip(temporaries, arrays, strict=True):
+            with temporary.open("xb") as file:
+                np.save(file, array.view(np.uint16) if array.dtype == BFLOAT16 else array, allow_pickle=False)
+        for temporary, (path, _) in zip(temporaries, arrays, strict=True):
+            temporary.replace(path)
+    finally:
+        for temporary in temporaries:
+            temporary.unlink(missing_ok=True)
+
+
+def _check_outputs(paths: Sequence[Path]) -> None:
+    """Refuse what could not be written, before anything is computed."""
+    for path in paths:
+        if path.is_dir():
+            raise UsageError(f"{path}: is a folder, not a file to write")
+        if not path.parent.is_dir():
+            raise UsageError(f"{path}: there is no folder {path.parent}")
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise UsageError(f"--out and --lse are the same file, {paths[0]}")
+
+
+def _add_command(
+    commands: Any, name: str, command: Callable[[argparse.Namespace], int], summary: str, epilog: str | None = None
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command=command, name=name)
+    return parser
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    device_help = "where to compute (default: a GPU where there is one)"
+    parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto", help=device_help)
+
+
+def _complete_causal(arguments: list[str]) -> list[str]:
+    """Spell out a bare ``--causal``, which would take the file name that follows for its value."""
+    return [
+        f"{argument}={ALIGNMENTS[0]}" if argument == "--causal" and after not in ALIGNMENTS else argument
+        for argument, after in itertools.zip_longest(arguments, arguments[1:])
+    ]
+
+
+def _bound(text: str) -> int | None:
+    if text == "none":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be an integer or 'none', got {text!r}") from None
+
+
+def _positive(text: str) -> int:
+    if text.isascii() and text.isdigit() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+
+
+def _console() -> Console:
+    """Standard output, on which brackets are brackets: rich would take ``cuflash[cuda13]`` for markup."""
+    return Console(markup=False, highlight=False)
+
+
+def _complain(options: argparse.Namespace, message: str, code: int) -> int:
+    print(f"cuflash {options.name}: error: {message}", file=sys.stderr)
+    return code
+
+
+@contextlib.contextmanager
+def _log_on_stderr() -> Iterator[None]:
+    """Show what cuflash logs, the compilation of a kernel say."""
+    log = logging.getLogger("cuflash")
+    handler, level = logging.StreamHandler(), log.level
+    handler.setFormatter(logging.Formatter("cuflash: %(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)

@@ -1,0 +1,227 @@
+"""Tile configurations: what may be chosen of a kernel family, and what is legal for a Spec on a GPU.
+
+A configuration is data: integers that are checked here before they are rendered into a kernel. The planner, the tuner and every
+error message ask `why_illegal`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from cuflash.device import DeviceInfo
+from cuflash.problem import ITEM_BYTES, Spec
+
+WARP = 32
+REGISTERS_PER_THREAD = 255
+REGISTERS_PER_BLOCK = 65536
+MOST_WARPS = 16
+AMPERE = (8, 0)
+
+
+@dataclass(frozen=True)
+class NumpyConfig:
+    """Tiles of the NumPy path: `b_r` query rows by `b_c` keys."""
+
+    b_r: int
+    b_c: int
+
+    family: ClassVar[str] = "numpy"
+
+    def __post_init__(self) -> None:
+        require_positive(self, "b_r", "b_c")
+
+
+@dataclass(frozen=True)
+class SimtConfig:
+    """Tiles of the CUDA-core family.
+
+    Attributes
+    ----------
+    b_r, b_c : int
+        Query rows and keys of a tile.
+    threads : int
+        Threads of a block.
+    lanes_per_row : int
+        Neighbouring lanes of a warp that share the rows they own; each owns ``b_c / lanes_per_row`` columns of S and
+        ``d_v / lanes_per_row`` columns of O in ``b_r * lanes_per_row / threads`` rows.
+    """
+
+    b_r: int
+    b_c: int
+    threads: int
+    lanes_per_row: int
+
+    family: ClassVar[str] = "simt"
+
+    def __post_init__(self) -> None:
+        require_positive(self, "b_r", "b_c", "threads", "lanes_per_row")
+
+    def constants(self) -> dict[str, int]:
+        """The named constants of the kernel."""
+        return {"kBr": self.b_r, "kBc": self.b_c, "kThreads": self.threads, "kLanesPerRow": self.lanes_per_row}
+
+    def shared_bytes(self, spec: Spec) -> int:
+        """Dynamic shared memory of a block: Q, one buffer that K and V take in turn, P; as in the map of forward_simt.cu."""
+        item = ITEM_BYTES[spec.accumulator]
+        pad = 16 // item
+        q = self.b_r * (spec.d + pad)
+        kv = self.b_c * (max(spec.d, spec.d_v) + pad)
+        p = self.b_r * (self.b_c + self.lanes_per_row)
+        return (q + kv + p) * item
+
+    def registers(self, spec: Spec) -> int:
+        """The registers that the accumulators O and S and one step's operands take, a thread: a lower bound."""
+        words = ITEM_BYTES[spec.accumulator] // 4
+        rows = self.b_r * self.lanes_per_row // self.threads
+        columns = self.b_c // self.lanes_per_row
+        out = spec.d_v // self.lanes_per_row
+        return words * (rows * (columns + out) + 2 * rows) + 4 * columns
+
+    def why_illegal(self, spec: Spec, device: DeviceInfo) -> str | None:
+        """None where the configuration is legal, else the rule that it breaks and by what."""
+        if self.threads % WARP or not WARP <= self.threads <= 1024:
+            return f"threads must be a multiple of 32 from 32 to 1024, got {self.threads}"
+        if self.lanes_per_row not in (4, 8, 16):
+            return f"lanes_per_row must be 4, 8 or 16, got {self.lanes_per_row}"
+        groups = self.threads // self.lanes_per_row
+        if self.b_r % groups:
+            return f"b_r must be a multiple of threads / lanes_per_row = {groups}, got {self.b_r}"
+        if self.b_c % max(self.lanes_per_row, 4):
+            return f"b_c must be a multiple of lanes_per_row = {self.lanes_per_row}, got {self.b_c}"
+        if (needed := self.shared_bytes(spec)) > device.shared_bytes:
+            return f"the tiles need {needed} bytes of shared memory, {device.name} has {device.shared_bytes} a block"
+        if (needed := self.registers(spec)) > REGISTERS_PER_THREAD - 40:
+            return f"accumulators and operands need {needed} of {REGISTERS_PER_THREAD} registers a thread"
+        return None
+
+
+@dataclass(frozen=True)
+class MmaConfig:
+    """Tiles of the tensor-core family, `mma.sync`.
+
+    Attributes
+    ----------
+    b_r, b_c : int
+        Query rows and keys of a tile. Each warp owns ``b_r / warps`` rows, a multiple of 16.
+    warps : int
+        Warps of a block.
+    stages : int
+        Pairs of K and V tiles in shared memory.
+    q_in_registers : bool
+        Whether Q stays in registers, rather than being read from shared memory for every tile.
+    swizzle : bool
+        Whether rows of a multiple of 128 bytes are kept out of each other's banks by swizzling, rather than by padding.
+    min_blocks : int
+        Blocks that a multiprocessor is to hold; the compiler limits registers to that end.
+    mma_k : {16, 8}
+        Depth of one instruction: 8 is the form of sm_75, and that of float32 (TF32).
+    async_copy : bool
+        Whether `cp.async` brings K and V; sm_75 does not have it.
+    pack_gqa : bool
+        Whether the rows of a tile are those of all query heads that share a head of K and V.
+    """
+
+    b_r: int
+    b_c: int
+    warps: int
+    stages: int = 2
+    q_in_registers: bool = False
+    swizzle: bool = False
+    min_blocks: int = 1
+    mma_k: int = 16
+    async_copy: bool = True
+    pack_gqa: bool = False
+
+    family: ClassVar[str] = "mma"
+
+    def __post_init__(self) -> None:
+        require_positive(self, "b_r", "b_c", "warps", "stages", "min_blocks", "mma_k")
+        for name in ("q_in_registers", "swizzle", "async_copy", "pack_gqa"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"MmaConfig.{name} must be True or False, got {getattr(self, name)!r}")
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return WARP * self.warps
+
+    def constants(self) -> dict[str, int]:
+        """The named constants of the kernel."""
+        return {
+            "kBr": self.b_r,
+            "kBc": self.b_c,
+            "kThreads": self.threads,
+            "kWarps": self.warps,
+            "kStages": self.stages,
+            "kQInRegisters": self.q_in_registers,
+            "kSwizzle": self.swizzle,
+            "kMinBlocks": self.min_blocks,
+            "kMmaK": self.mma_k,
+            "kAsyncCopy": self.async_copy,
+            "kPackGqa": self.pack_gqa,
+        }
+
+    def row_bytes(self, columns: int, spec: Spec) -> int:
+        """From one row of a tile in shared memory to the next; as TileLayout in mma_tile.cuh."""
+        row = columns * ITEM_BYTES[spec.dtype]
+        return row if self.swizzle and row % 128 == 0 else row + 16
+
+    def shared_bytes(self, spec: Spec) -> int:
+        """Dynamic shared memory of a block: Q and the stages of K and V, whose place O takes in the end."""
+        qk, v = self.row_bytes(spec.d, spec), self.row_bytes(spec.d_v, spec)
+        return max(self.b_r * qk + self.stages * self.b_c * (qk + v), self.b_r * v)
+
+    def registers(self, spec: Spec) -> int:
+        """The registers that the accumulators O and S, the row statistics, and Q if it stays, take a thread: a lower bound."""
+        row_blocks = self.b_r // (16 * self.warps)
+        q = spec.d * ITEM_BYTES[spec.dtype] // 8 if self.q_in_registers else 4
+        return row_blocks * ((spec.d_v + self.b_c) // 2 + q + 4)
+
+    def why_illegal(self, spec: Spec, device: DeviceInfo) -> str | None:
+        """None where the configuration is legal, else the rule that it breaks and by what."""
+        if reason := why_not_mma(spec, device):
+            return reason
+        if self.warps > MOST_WARPS:
+            return f"warps must be at most {MOST_WARPS}, got {self.warps}"
+        if self.b_r % (16 * self.warps):
+            return f"b_r must be a multiple of 16 * warps = {16 * self.warps}, got {self.b_r}"
+        if self.b_c % 16:
+            return f"b_c must be a multiple of 16, got {self.b_c}"
+        if self.mma_k not in (depths := mma_depths(spec, device)):
+            return f"mma_k must be {' or '.join(map(str, depths))} for {spec.dtype} on {device.architecture}, got {self.mma_k}"
+        if self.async_copy and device.compute_capability < AMPERE:
+            return f"async_copy needs sm_80 or newer, {device.name} is {device.architecture}"
+        if (needed := self.shared_bytes(spec)) > device.shared_bytes:
+            return f"the tiles need {needed} bytes of shared memory, {device.name} has {device.shared_bytes} a block"
+        available = min(REGISTERS_PER_THREAD, REGISTERS_PER_BLOCK // (self.threads * self.min_blocks))
+        if (needed := self.registers(spec)) > available - 40:
+            return f"accumulators and operands need {needed} of {available} registers a thread"
+        return None
+
+
+def why_not_mma(spec: Spec, device: DeviceInfo) -> str | None:
+    """Why tensor cores do not serve `spec` on `device`; None where they do."""
+    if spec.dtype == "float64":
+        return "float64 is computed on CUDA cores"
+    if spec.dtype != "float16" and device.compute_capability < AMPERE:
+        return f"{spec.dtype} on tensor cores needs sm_80 or newer, {device.name} is {device.architecture}"
+    return None
+
+
+def mma_depths(spec: Spec, device: DeviceInfo) -> tuple[int, ...]:
+    """The legal values of `MmaConfig.mma_k`."""
+    if spec.dtype == "float32" or device.compute_capability < AMPERE:
+        return (8,)
+    return (16,) if spec.dtype == "bfloat16" else (16, 8)
+
+
+TileConfig = NumpyConfig | SimtConfig | MmaConfig
+
+
+def require_positive(config: object, *names: str) -> None:
+    """Refuse anything but positive integers in the fields `names`."""
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{type(config).__name__}.{name} must be a positive integer, got {value!r}")

@@ -1,0 +1,175 @@
+"""From a Problem and its plan to kernel launches: the grid, the parameter block, the batch axes that one launch cannot take."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cuflash.compiler import Variant, load_function
+from cuflash.config import MmaConfig, SimtConfig
+from cuflash.device import DeviceInfo
+from cuflash.plan import Choice
+from cuflash.problem import ITEM_BYTES, Problem, contiguous_strides
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+LOG2_E = math.log2(math.e)
+MAX_GRID = 2**31 - 1
+
+# The parameter block of kernels_cu/params.cuh: addresses first, then what does not change from call to call.
+ADDRESSES = ("q", "k", "v", "out", "lse", "mask", "bias", "q_lengths", "kv_lengths")
+ADDRESS_BLOCK = struct.Struct(f"<{len(ADDRESSES)}Q")
+SIZE_BLOCK = struct.Struct("<22q3d12i")
+STRIDES_PER_ARRAY = {"q": 2, "k": 2, "v": 2, "out": 2, "mask": 3, "bias": 3, "q_lengths": 0, "kv_lengths": 0}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Everything of a call that does not depend on addresses.
+
+    Attributes
+    ----------
+    offsets : tuple
+        For each kernel launch, what to add to every address, in bytes; one launch of zeros unless batch axes cannot be merged.
+    """
+
+    function: Any
+    grid: int
+    threads: int
+    shared_bytes: int
+    sizes: bytes
+    offsets: tuple[tuple[int, ...], ...]
+
+    def __call__(self, addresses: Sequence[int], stream: Any = None) -> None:
+        """Launch on the current device, on `stream` (None: the current one); `addresses` as in `ADDRESSES`, 0 for what is absent."""
+        for offset in self.offsets:
+            shifted = addresses if offset is NO_OFFSET else map(int.__add__, addresses, offset)
+            block = np.void(ADDRESS_BLOCK.pack(*shifted) + self.sizes)
+            self.function((self.grid,), (self.threads,), (block,), self.shared_bytes, stream)
+
+
+NO_OFFSET = (0,) * len(ADDRESSES)
+
+
+def merge_batch_axes(
+    batch: tuple[int, ...], strides: Mapping[str, tuple[int, ...]]
+) -> tuple[list[int], dict[str, list[int]]]:
+    """Batch axes with neighbours merged wherever every array allows it; axes of one element vanish."""
+    extents: list[int] = []
+    merged: dict[str, list[int]] = {name: [] for name in strides}
+    for axis, extent in enumerate(batch):
+        if extent == 1:
+            continue
+        own = {name: steps[axis] for name, steps in strides.items()}
+        if extents and all(merged[name][-1] == own[name] * extent for name in strides):
+            extents[-1] *= extent
+            for name in strides:
+                merged[name][-1] = own[name]
+        else:
+            extents.append(extent)
+            for name in strides:
+                merged[name].append(own[name])
+    return extents, merged
+
+
+def batch_strides(problem: Problem) -> dict[str, tuple[int, ...]]:
+    """Strides along the batch axes of every array of the call, the log-sum-exp included."""
+    lse = contiguous_strides((*problem.batch, problem.h_q, problem.n_q))
+    rank = len(problem.batch)
+    return {name: steps[:rank] for name, steps in (*problem.strides.items(), ("lse", lse))}
+
+
+def split_batch(problem: Problem) -> tuple[int, dict[str, int], list[dict[str, int]]]:
+    """The batch of one launch, its strides, and the offsets (in elements) of every launch."""
+    extents, merged = merge_batch_axes(problem.batch, batch_strides(problem))
+    inner = extents.pop() if extents else 1
+    steps = {name: own.pop() if own else 0 for name, own in merged.items()}
+    offsets = [
+        {name: sum(i * s for i, s in zip(index, own, strict=True)) for name, own in merged.items()}
+        for index in itertools.product(*map(range, extents))
+    ]
+    return inner, steps, offsets
+
+
+def pack_sizes(
+    problem: Problem, b_r: int, pack_gqa: bool = False
+) -> tuple[int, bytes, tuple[tuple[int, ...], ...]]:
+    """Blocks of one launch, the parameter block after its addresses, and the address offsets of every launch in bytes.
+
+    With `pack_gqa`, the `b_r` rows of a block are those of all query heads that share a head of k and v.
+    """
+    batch, steps, offsets = split_batch(problem)
+    strides: list[int] = []
+    for name, count in STRIDES_PER_ARRAY.items():
+        own = problem.strides.get(name)
+        if own is None:
+            strides += [0] * (1 + count)
+        else:
+            rank = len(problem.batch)
+            strides += [steps[name], *own[rank : rank + count]]
+    softcap = problem.softcap
+    group = problem.h_q // max(problem.h_kv, 1)
+    packed = group if pack_gqa else 1
+    row_tiles = -(-problem.n_q * packed // b_r)
+    sizes = SIZE_BLOCK.pack(
+        *strides,
+        problem.scale if softcap is None else problem.scale / softcap,
+        problem.scale * LOG2_E,
+        0.0 if softcap is None else softcap,
+        problem.h_q,
+        group,
+        problem.n_q,
+        problem.n_k,
+        problem.d,
+        problem.d_v,
+        problem.left or 0,
+        problem.right or 0,
+        problem.bottom_right,
+        row_tiles,
+        problem.long_q_lengths,
+        problem.long_kv_lengths,
+    )
+    items = item_bytes(problem)
+    in_bytes = tuple(tuple(offset.get(name, 0) * items[name] for name in ADDRESSES) for offset in offsets)
+    grid = row_tiles * (problem.h_q // packed) * batch
+    if grid > MAX_GRID:
+        raise ValueError(f"batch * H_q * ceil(N_q / {b_r}) must be at most 2^31 - 1, got {grid}; split the batch")
+    return grid, sizes, in_bytes if len(in_bytes) > 1 else (NO_OFFSET,)
+
+
+def item_bytes(problem: Problem) -> dict[str, int]:
+    """Bytes of an element of every array of the call."""
+    element = ITEM_BYTES[problem.spec.dtype]
+    return {
+        **dict.fromkeys(("q", "k", "v", "out"), element),
+        "lse": ITEM_BYTES[problem.spec.lse_dtype],
+        "mask": 1,
+        "bias": ITEM_BYTES[problem.spec.bias or problem.spec.dtype],
+        "q_lengths": 8 if problem.long_q_lengths else 4,
+        "kv_lengths": 8 if problem.long_kv_lengths else 4,
+    }
+
+
+def make_launch(problem: Problem, choice: Choice, device: DeviceInfo) -> Launch:
+    """Compile and load what `problem` needs on the current device, `device`."""
+    config = choice.config
+    if not isinstance(config, (SimtConfig, MmaConfig)):
+        raise TypeError(f"no GPU kernel for {config!r}")
+    grid, sizes, offsets = pack_sizes(problem, config.b_r, isinstance(config, MmaConfig) and config.pack_gqa)
+    variant = Variant(
+        kernel=f"forward_{choice.family}", spec=problem.spec, config=config, architecture=device.architecture
+    )
+    return Launch(
+        function=load_function(variant),
+        grid=grid,
+        threads=config.threads,
+        shared_bytes=config.shared_bytes(problem.spec),
+        sizes=sizes,
+        offsets=offsets,
+    )

@@ -1,0 +1,1 @@
+"""The autotuner, installed as `cuflash.tuning`: searches tile configurations on the GPU at hand."""
