@@ -1,0 +1,82 @@
+// What a kernel compiled for the CPU sees of the emulator. No standard header is included: they would be most of the compile time.
+#pragma once
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+using i32 = int;
+using i64 = long long;
+
+struct dim3 {
+  u32 x = 1, y = 1, z = 1;
+};
+
+namespace emulator {
+
+// Where a kernel calls the emulator. As the default of a function's last argument, here() is the line of the call.
+struct Site {
+  const char* file;
+  i32 line;
+};
+constexpr Site here(const char* file = __builtin_FILE(), i32 line = __builtin_LINE()) { return {file, line}; }
+
+// What is compiled with a kernel for the launcher: its entry, and the addresses of the library that holds it.
+struct Kernel {
+  void (*call)(const void* params);
+  u64 params_bytes;
+  const u8* low;
+  const u8* high;
+};
+
+// The thread that runs.
+[[gnu::const]] dim3 thread_index();
+[[gnu::const]] dim3 block_index();
+[[gnu::const]] dim3 block_dim();
+[[gnu::const]] dim3 grid_dim();
+
+// Barriers and warps (collectives.h)
+void barrier(i32 id, u32 threads, bool wait, Site site);  // `threads` 0: all that have not left the kernel
+void sync_warp(u32 mask, Site site);
+u64 shuffle(u32 mask, u64 word, u32 source, Site site);
+u32 vote(u32 mask, bool predicate, Site site);
+
+// Shared memory (memory.h)
+[[gnu::const]] u8* dynamic_shared();
+u32 shared_address(const void* pointer);
+
+// cp.async (copies.h)
+void copy_async(u32 shared, const void* global, u32 bytes, u32 bytes_read);
+void commit_copies();
+void wait_for_copies(u32 pending);
+
+// ldmatrix and mma.sync (matrices.h). By value: what escapes by address is watched like memory, access by access.
+struct Words2 {
+  u32 x[2];
+};
+struct Words4 {
+  u32 x[4];
+};
+struct Floats4 {
+  float x[4];
+};
+enum class Shape { m16n8k16_f16, m16n8k16_bf16, m16n8k8_f16, m16n8k8_tf32 };
+Words4 load_matrices(u32 count, bool transposed, u32 address, Site site);
+Floats4 multiply_add(Floats4 d, Words4 a, Words2 b, Shape shape, Site site);
+
+// Number formats (numbers.h)
+float f16_to_float(u16 bits);
+u16 float_to_f16(float x);
+u16 float_to_bf16(float x);
+u32 float_to_tf32(float x);
+
+[[noreturn]] void trap(Site site);
+
+template <class To, class From> To bits_of(From from) {
+  static_assert(sizeof(To) == sizeof(From), "the same bits, read as another type");
+  To to;
+  __builtin_memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+}  // namespace emulator

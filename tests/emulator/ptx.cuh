@@ -1,0 +1,83 @@
+// The host twin of kernels_cu/ptx.cuh: the same names, without a GPU. A kernel built with this directory before kernels_cu on the
+// include path runs on the emulator, unchanged. Instructions that kernels_cu/ptx.cuh does not have yet stand here as well.
+#pragma once
+#include "cuda.h"
+
+struct half_t { u16 bits; };  // IEEE binary16
+struct bf16_t { u16 bits; };  // the upper half of an IEEE binary32
+
+#define DYNAMIC_SMEM(name) u8* const name = emulator::dynamic_shared()
+
+// ---- numbers ----
+__device__ __forceinline__ float ex2_approx_ftz(float x) {
+  const float y = exp2f(x);
+  return y < 0x1p-126f ? 0 : y;
+}
+__device__ __forceinline__ float rcp_approx_ftz(float x) {
+  const float y = 1 / (fabsf(x) < 0x1p-126f ? 0 * x : x);
+  return fabsf(y) < 0x1p-126f ? 0 * y : y;
+}
+__device__ __forceinline__ float tanh_approx(float x) { return tanhf(x); }
+
+__device__ __forceinline__ float cvt_f32_f16(half_t x) { return emulator::f16_to_float(x.bits); }
+__device__ __forceinline__ half_t cvt_rn_f16_f32(float x) { return {emulator::float_to_f16(x)}; }
+__device__ __forceinline__ bf16_t cvt_rn_bf16_f32(float x) { return {emulator::float_to_bf16(x)}; }
+__device__ __forceinline__ u32 cvt_rna_tf32(float x) { return emulator::float_to_tf32(x); }
+
+__device__ __forceinline__ u32 pack2(float low, float high, half_t) {
+  return emulator::float_to_f16(low) | static_cast<u32>(emulator::float_to_f16(high)) << 16;
+}
+__device__ __forceinline__ u32 pack2(float low, float high, bf16_t) {
+  return emulator::float_to_bf16(low) | static_cast<u32>(emulator::float_to_bf16(high)) << 16;
+}
+
+// ---- cp.async ----
+__device__ __forceinline__ u32 smem_address(const void* pointer) { return emulator::shared_address(pointer); }
+
+__device__ __forceinline__ void cp_async_4(u32 smem, const void* global, u32 bytes) { emulator::copy_async(smem, global, 4, bytes); }
+__device__ __forceinline__ void cp_async_8(u32 smem, const void* global, u32 bytes) { emulator::copy_async(smem, global, 8, bytes); }
+__device__ __forceinline__ void cp_async_16(u32 smem, const void* global, u32 bytes) { emulator::copy_async(smem, global, 16, bytes); }
+__device__ __forceinline__ void cp_async_commit_group() { emulator::commit_copies(); }
+template <i32 kPending> __device__ __forceinline__ void cp_async_wait_group() { emulator::wait_for_copies(kPending); }
+
+// ---- ldmatrix ----
+__device__ __forceinline__ void ldmatrix_x1(u32& r, u32 address, emulator::Site site = emulator::here()) {
+  r = emulator::load_matrices(1, false, address, site).x[0];
+}
+__device__ __forceinline__ void ldmatrix_x1_trans(u32& r, u32 address, emulator::Site site = emulator::here()) {
+  r = emulator::load_matrices(1, true, address, site).x[0];
+}
+__device__ __forceinline__ void ldmatrix_x2(u32 (&r)[2], u32 address, emulator::Site site = emulator::here()) {
+  const emulator::Words4 loaded = emulator::load_matrices(2, false, address, site);
+  for (i32 i = 0; i < 2; ++i) r[i] = loaded.x[i];
+}
+__device__ __forceinline__ void ldmatrix_x2_trans(u32 (&r)[2], u32 address, emulator::Site site = emulator::here()) {
+  const emulator::Words4 loaded = emulator::load_matrices(2, true, address, site);
+  for (i32 i = 0; i < 2; ++i) r[i] = loaded.x[i];
+}
+__device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], u32 address, emulator::Site site = emulator::here()) {
+  const emulator::Words4 loaded = emulator::load_matrices(4, false, address, site);
+  for (i32 i = 0; i < 4; ++i) r[i] = loaded.x[i];
+}
+__device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], u32 address, emulator::Site site = emulator::here()) {
+  const emulator::Words4 loaded = emulator::load_matrices(4, true, address, site);
+  for (i32 i = 0; i < 4; ++i) r[i] = loaded.x[i];
+}
+
+// ---- mma.sync: d += a b ----
+__device__ __forceinline__ void mma_of(float (&d)[4], emulator::Words4 a, emulator::Words2 b, emulator::Shape shape, emulator::Site site) {
+  const emulator::Floats4 sum = emulator::multiply_add({d[0], d[1], d[2], d[3]}, a, b, shape, site);
+  for (i32 i = 0; i < 4; ++i) d[i] = sum.x[i];
+}
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], half_t, emulator::Site site = emulator::here()) {
+  mma_of(d, {a[0], a[1], a[2], a[3]}, {b[0], b[1]}, emulator::Shape::m16n8k16_f16, site);
+}
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], bf16_t, emulator::Site site = emulator::here()) {
+  mma_of(d, {a[0], a[1], a[2], a[3]}, {b[0], b[1]}, emulator::Shape::m16n8k16_bf16, site);
+}
+__device__ __forceinline__ void mma_m16n8k8(float (&d)[4], const u32 (&a)[2], u32 b, half_t, emulator::Site site = emulator::here()) {
+  mma_of(d, {a[0], a[1], 0, 0}, {b, 0}, emulator::Shape::m16n8k8_f16, site);
+}
+__device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], emulator::Site site = emulator::here()) {
+  mma_of(d, {a[0], a[1], a[2], a[3]}, {b[0], b[1]}, emulator::Shape::m16n8k8_tf32, site);
+}

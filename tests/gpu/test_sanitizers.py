@@ -1,0 +1,49 @@
+"""compute-sanitizer finds nothing in the kernels, and finds a fault that is put there."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("sanitized.py")
+SANITIZER = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
+
+pytestmark = [
+    pytest.mark.skipif(SANITIZER is None, reason="compute-sanitizer is not installed"),
+    pytest.mark.timeout(280),
+]
+
+SIMT = "forward_simt.cu"
+FAULTS = {
+    "memcheck": ("tile.cuh", "if (row < rows_live && column < columns_live)", "if (true)"),
+    "racecheck": (SIMT, "__syncthreads();  // every warp is done with K", ""),
+    "synccheck": (
+        SIMT,
+        "__syncthreads();  // every warp is done with K",
+        "if (threadIdx.x % 2) { __syncthreads(); } else { __syncthreads(); __nanosleep(1); }",
+    ),
+}
+
+
+def sanitize(tool, *fault):
+    command = [SANITIZER, "--tool", tool, "--error-exitcode", "9", "--kernel-name", "kernel_substring=forward_"]
+    done = subprocess.run(
+        [*command, sys.executable, str(SCRIPT), *fault], capture_output=True, text=True, timeout=270, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("tool", FAULTS)
+def test_kernels_are_clean(tool):
+    code, log = sanitize(tool)
+    assert code == 0, log[-3000:]
+    assert "finished" in log
+
+
+@pytest.mark.parametrize("tool", FAULTS)
+def test_a_seeded_fault_is_found(tool):
+    code, log = sanitize(tool, *FAULTS[tool])
+    assert code == 9, log[-3000:]

@@ -1,0 +1,61 @@
+"""Every kernel compiles, at its default tiles, for every generation of GPU: without one."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("cupy")
+
+from cupy.cuda import nvrtc
+
+from cuflash.compiler import Variant, compile_cubin, kernel_sources, resource_usage
+from cuflash.device import KNOWN_DEVICES, known_device
+from cuflash.plan import default_config
+from cuflash.problem import DTYPES, Spec
+
+CONFIG_OF = {"forward_simt": default_config}
+DTYPES_OF = {"forward_simt": DTYPES}
+HEAD_DIMS = (64, 128, 256)
+ARCHITECTURES = tuple(KNOWN_DEVICES)
+CASES = [
+    pytest.param(kernel, architecture, dtype, id=f"{kernel}-{architecture}-{dtype}")
+    for kernel, dtypes in DTYPES_OF.items()
+    for architecture in ARCHITECTURES
+    for dtype in dtypes
+]
+
+
+def features(dtype):
+    """What may be on besides plain attention: nothing, the causal mask, everything."""
+    everything = dict.fromkeys(("left", "right", "softcap", "mask", "q_lengths", "kv_lengths"), True)
+    return {}, {"right": True}, {**everything, "bias": dtype}
+
+
+def variants(kernel, architecture, dtype):
+    """One variant per head dim, the features rotating.
+
+    They rotate so that any three of architecture, dtype, head dim and features meet in every combination, at a third of
+    the compilations of all four.
+    """
+    offset = ARCHITECTURES.index(architecture) + DTYPES.index(dtype)
+    for number, head_dim in enumerate(HEAD_DIMS):
+        spec = Spec(dtype, head_dim, head_dim, **features(dtype)[(offset + number) % 3])
+        yield Variant(kernel, spec, CONFIG_OF[kernel](spec, known_device(architecture)), architecture)
+
+
+def test_every_kernel_is_compiled_here():
+    kernels = {name.removesuffix(".cu") for name in kernel_sources() if name.endswith(".cu")}
+    assert kernels == CONFIG_OF.keys() == DTYPES_OF.keys()
+
+
+@pytest.mark.parametrize(("kernel", "architecture", "dtype"), CASES)
+def test_default_tiles_compile_without_spills_advisories_or_warnings(kernel, architecture, dtype):
+    if int(architecture.removeprefix("sm_")) not in nvrtc.getSupportedArchs():
+        pytest.skip(f"NVRTC {nvrtc.getVersion()} does not know {architecture}")
+    chosen = list(variants(kernel, architecture, dtype))
+    with ThreadPoolExecutor(2) as threads:  # NVRTC runs without the GIL
+        logs = [compiled.log for compiled in threads.map(compile_cubin, chosen)]
+    usage = {str(variant): resource_usage(log) for variant, log in zip(chosen, logs, strict=True)}
+    assert {name: use.spill_bytes for name, use in usage.items() if use.spill_bytes} == {}
+    assert {name: use.advisories for name, use in usage.items() if use.advisories} == {}
+    assert [log for log in logs if ": warning " in log] == []
