@@ -1,0 +1,89 @@
+"""Host time of a warm call on tiny CuPy arrays, with its breakdown, beside PyTorch's scaled_dot_product_attention; cold and warm first calls.
+
+python benchmarks/host_time.py
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+import cupy
+import numpy as np
+
+import cuflash
+from cuflash import arrays, call, launch
+
+FIRST_CALL = """
+import time, numpy as np, cupy, cuflash
+q, k, v = (cupy.asarray(np.random.standard_normal((1, 2, 128, 64)).astype(np.float16)) for _ in range(3))
+cupy.cuda.Device().synchronize()
+start = time.perf_counter()
+cuflash.attention(q, k, v, causal=True)
+cupy.cuda.Device().synchronize()
+print(1e3 * (time.perf_counter() - start))
+"""
+
+
+def microseconds(run: Callable[[], object], repeats: int = 2000) -> float:
+    """Least time of a call of `run` over batches of 50, the GPU drained between batches."""
+    best = float("inf")
+    for _ in range(repeats // 50):
+        cupy.cuda.Device().synchronize()
+        start = time.perf_counter()
+        for _ in range(50):
+            run()
+        best = min(best, (time.perf_counter() - start) / 50)
+    return best * 1e6
+
+
+def main() -> None:
+    q, k, v = (
+        cupy.asarray(np.random.default_rng().standard_normal((1, 2, 128, 64)).astype(np.float16)) for _ in range(3)
+    )
+    out = cuflash.attention(q, k, v)
+    arguments = call.Call(q, k, v)
+    known = call.ready(arrays.CUPY, arguments, call.Options(), False, None)
+    addresses = [q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, 0, 0, 0, 0, 0]
+    block = np.void(launch.ADDRESS_BLOCK.pack(*addresses) + known.launch.sizes)
+    made = known.launch
+    rows = {
+        "cuflash.attention": lambda: cuflash.attention(q, k, v),
+        "cuflash.attention(out=)": lambda: cuflash.attention(q, k, v, out=out),
+        "  kind of the arrays": lambda: call.common_kind(arguments),
+        "  look-up of the signature": lambda: call.ready(arrays.CUPY, arguments, call.Options(), False, None),
+        "  allocation": lambda: arrays.CUPY.new(known.out_shape, known.dtype, q),
+        "  parameter block and launch": lambda: made(addresses),
+        "    CuPy's launch alone": lambda: made.function((made.grid,), (made.threads,), (block,), made.shared_bytes),
+    }
+    try:
+        import torch
+
+        a, b, c = (torch.as_tensor(x, device="cuda") for x in (q, k, v))
+        rows["torch scaled_dot_product_attention"] = lambda: torch.nn.functional.scaled_dot_product_attention(a, b, c)
+        rows["cuflash.attention on PyTorch tensors"] = lambda: cuflash.attention(a, b, c)
+    except ImportError:
+        pass
+    for name, run in rows.items():
+        run()
+        print(f"{microseconds(run):8.2f} us  {name}", flush=True)
+
+    with tempfile.TemporaryDirectory() as cache:
+        os.chmod(cache, 0o700)
+        for what in ("cold first call", "first call of a new process, warm cache"):
+            times = subprocess.run(
+                [sys.executable, "-c", FIRST_CALL],
+                env={**os.environ, "CUFLASH_CACHE_DIR": cache},
+                capture_output=True,
+                text=True,
+                check=True,
+            )
+            print(f"{float(times.stdout.split()[-1]):8.1f} ms  {what}")
+
+
+if __name__ == "__main__":
+    main()
