@@ -31,7 +31,25 @@ __device__ __forceinline__ float exp_of(float x) { return exp2_of(x * static_cas
 __device__ __forceinline__ double exp_of(double x) { return exp(x); }
 __device__ __forceinline__ float max_of(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ double max_of(double a, double b) { return fmax(a, b); }
-__device__ __forceinline__ float tanh_of(float x) { return tanhf(x); }  // accurate also near 0, where the LSE needs it
+
+// tanh, accurate also near 0, where the LSE needs it. For 16-bit elements it is made of two parts, so that a kernel can leave out the
+// second, which is the dearer, where no argument needs it.
+constexpr float kTanhSmall = 0.5f;
+__device__ __forceinline__ float tanh_of_small(float x) {  // |x| < kTanhSmall: to 2^-26
+  const float square = x * x;
+  float series = fmaf(0.017219860f, square, -0.053034651f);
+  series = fmaf(series, square, 0.13325711f);
+  series = fmaf(series, square, -0.33333136f);
+  return fmaf(x * square, series, x);
+}
+__device__ __forceinline__ float tanh_of_large(float x) {  // to 2^-22 elsewhere
+  constexpr float kTwiceLog2E = 2 * kLog2E;
+  return 1 - 2 * rcp_approx_ftz(1 + exp2_of(kTwiceLog2E * x));
+}
+__device__ __forceinline__ float tanh_of(float x) {
+  if (sizeof(Element) != 2) return tanhf(x);
+  return fabsf(x) < kTanhSmall ? tanh_of_small(x) : tanh_of_large(x);
+}
 __device__ __forceinline__ double tanh_of(double x) { return tanh(x); }
 __device__ __forceinline__ float log_of(float x) { return logf(x); }
 __device__ __forceinline__ double log_of(double x) { return log(x); }

@@ -15,11 +15,10 @@ struct Scores {
   }
   // `dot` is q_row . k_key; (row, key) lies inside the arrays
   __device__ __forceinline__ Real operator()(Real dot, i32 row, i32 key) const {
-    Real score = dot * scale;
-    if (kSoftcap) score = softcap * tanh_of(score);  // whose scale is scale / softcap
-    if (kBias) score += to_real(bias[row * bias_row + key * bias_column]);
-    return score;
+    const Real score = kSoftcap ? softcap * tanh_of(dot * scale) : dot * scale;  // a softcap's scale is scale / softcap
+    return kBias ? score + bias_at(row, key) : score;
   }
+  __device__ __forceinline__ Real bias_at(i32 row, i32 key) const { return to_real(bias[row * bias_row + key * bias_column]); }
 };
 
 __device__ __forceinline__ Scores scores(const Params& p, i32 batch, i32 head) {

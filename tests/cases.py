@@ -150,10 +150,10 @@ def masks_and_biases() -> Iterator[Case]:
             f"mask-{kind}-causal", n=(65, 130), d=(16, 16), mask="--qk", mask_kind=kind, options={"causal": True}
         )
     for kind in BIASES:
-        yield Case(f"bias-{kind}", n=(65, 130), d=(16, 16), bias="bhqk", bias_kind=kind, dtype="float32")
-        yield Case(
-            f"bias-{kind}-causal", n=(65, 130), d=(16, 16), bias="-hqk", bias_kind=kind, options={"causal": True}
-        )
+        values = "zero-queries" if kind == "large" else "normal"
+        sized = {"n": (65, 130), "d": (16, 16), "values": values, "bias_kind": kind}
+        yield Case(f"bias-{kind}", **sized, bias="bhqk", dtype="float32")
+        yield Case(f"bias-{kind}-causal", **sized, bias="-hqk", options={"causal": True})
     for view in VIEWS:
         views = {"mask": view, "bias": view}
         yield Case(f"mask-and-bias-{view}", **small, mask="bhqk", bias="bhqk", views=views, dtype="bfloat16")
@@ -376,8 +376,12 @@ def normal(rng: Any, name: str, shape: Shape, dtype: Any) -> Any:
 
 
 def exact_hot(rng: Any, name: str, shape: Shape, dtype: Any) -> Any:
-    """Scores of up to ±1e4 that are integers below 2^24, so that every order of summation gives them exactly."""
-    return rng.standard_normal(shape) if name == "v" else rng.integers(-30, 31, shape).astype(float)
+    """Scores that are integers around 1e4 and −1e4, close to each other there, exact in every order of summation."""
+    if name == "v":
+        return rng.standard_normal(shape)
+    values = rng.integers(-1, 2, shape) * (rng.random(shape) < 0.5).astype(float)
+    values[..., 0] = 100 if name == "q" else 100 * rng.choice((-1, 1), shape[:-1])
+    return values
 
 
 def hot(rng: Any, name: str, shape: Shape, dtype: Any) -> Any:
@@ -537,8 +541,8 @@ def normal_bias(rng: Any, shape: Shape) -> Any:
 
 
 def large_bias(rng: Any, shape: Shape) -> Any:
-    """Integers of up to ±1e4: with zero queries they are the scores."""
-    return rng.integers(-100, 101, shape) * 96.0
+    """Integers around 1500 and −1500, close to each other there; with zero queries they are the scores, exactly."""
+    return 1500 * rng.choice((-1, 1), shape) + rng.integers(-3, 4, shape)
 
 
 def dead_columns(rng: Any, shape: Shape) -> Any:

@@ -59,13 +59,15 @@ def test_simt_kernel_is_as_exact_as_the_rule_asks(case):
     check(case)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_simt_kernel_is_right_for_a_random_problem(seed):
     check(random_case(1000 + seed), schedule=Schedule("random", True, resident=2, asynchronous="at_random", seed=seed))
 
 
-@pytest.mark.parametrize("config", MANY_CONFIGS, ids=lambda c: f"{c.b_r}x{c.b_c}-{c.threads}-threads-{c.lanes_per_row}-lanes")
-@pytest.mark.parametrize("id", ["everything", "n-65-causal", "d-111-16-bit"])
+@pytest.mark.parametrize(
+    "config", MANY_CONFIGS, ids=lambda c: f"{c.b_r}x{c.b_c}-{c.threads}-threads-{c.lanes_per_row}-lanes"
+)
+@pytest.mark.parametrize("id", ["everything", "d-111-16-bit"])
 def test_simt_kernel_is_right_with_every_configuration(id, config):
     check(BY_ID[id], config)
 
@@ -139,6 +141,12 @@ def test_kernel_without_a_seeded_bug_passes(name):
     assert complaint(name, None, SCHEDULES[0]) is None
 
 
+def test_seeded_bug_that_no_longer_applies_is_an_error():
+    stale = Mutant("stale", "softmax.cuh", "no such text", "", ())
+    with pytest.raises(LookupError, match=r"stale must apply to softmax\.cuh 1 times, found 0"):
+        stale.texts(kernel_texts())
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
 def test_seeded_bug_is_found(mutant: Mutant):
     texts = mutant.texts(kernel_texts())
@@ -146,7 +154,9 @@ def test_seeded_bug_is_found(mutant: Mutant):
     assert any(found), "no problem shows the bug"
 
 
-@pytest.mark.parametrize("mutant", [mutant for mutant in MUTANTS if "barrier" in mutant.id], ids=lambda mutant: mutant.id)
+@pytest.mark.parametrize(
+    "mutant", [mutant for mutant in MUTANTS if "barrier" in mutant.id], ids=lambda mutant: mutant.id
+)
 def test_missing_barrier_of_the_kernel_is_found_under_every_schedule(mutant: Mutant):
     texts = mutant.texts(kernel_texts())
     for schedule in SCHEDULES:

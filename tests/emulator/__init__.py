@@ -1,9 +1,9 @@
-"""Kernels on a CPU: a kernel file is compiled, unchanged, with g++ against a host twin of kernels_cu/ptx.cuh, and launched.
+"""Kernels on a CPU: a kernel file is compiled, unchanged, with g++ against a host twin of kernels_cu/ptx.cuh.
 
     kernel = build("forward_simt", variant.header())
-    launch(kernel, grid=8, threads=128, shared_bytes=4096, params=block, arrays=[...], schedule=Schedule("random", seed=1))
+    launch(kernel, grid=8, threads=128, shared_bytes=4096, params=block, arrays=arrays, schedule=Schedule("random"))
 
-Whatever the kernel must not do (see emulator.cpp) raises `EmulatorError` with the emulator's report. The C++ part is compiled
+What a kernel must not do (see emulator.cpp) raises `EmulatorError` with the emulator's report. The emulator is compiled
 once; it and every kernel are kept in a cache that all test processes share.
 """
 

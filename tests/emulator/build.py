@@ -1,12 +1,14 @@
-"""Compile the emulator once and each kernel against it; everything is cached on disk by a hash of what it was made from."""
+"""Compile the emulator once and each kernel against it; both are cached by a hash of what they are made from."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import stat
@@ -21,13 +23,16 @@ HERE = Path(__file__).parent
 KERNELS = HERE.parent.parent / "kernels_cu"
 TWIN = "ptx.cuh"  # the header that exists twice: it is the one of this folder that a kernel gets
 
-CORE_FLAGS = ("-std=c++17", "-O2", "-g1", "-fPIC", "-Wall", "-Wextra", "-Werror")
-# -fsanitize=thread: a call before every access to memory, which memory.h takes. Its run-time library is not linked.
+CORE_FLAGS = ("-shared", "-std=c++17", "-O2", "-fPIC")
 KERNEL_FLAGS = (
-    *("-std=c++17", "-O1", "-g1", "-gdwarf-4", "-fPIC", "-w", "-fsanitize=thread"),
+    *("-shared", "-std=c++17", "-g1", "-gdwarf-4", "-fPIC", "-w", "-fno-exceptions"),
+    *("-O1", "-fno-var-tracking", "-fno-tree-loop-optimize"),  # half the time to compile, the same to run
     *("-fno-strict-aliasing", "-ffp-contract=off"),  # as CUDA has it; and the same numbers on every processor
+    # A call before every access to memory, which memory.h takes. The run-time library for it is left out.
+    *("-fsanitize=thread", "-nostdlib"),
 )
-LINK_FLAGS = ("-shared", "-Wl,-z,defs")
+LIBRARIES = ("-lm", "-lc", "-lgcc", "-Wl,-z,defs")
+INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
 ENTRY = "EMULATED_KERNEL"
 MOST_FILES = 2000  # of the cache; beyond it, those that were not used for longest go
 
@@ -57,6 +62,8 @@ def why_no_emulator() -> str | None:
         return f"kernels are emulated on Linux only, not on {sys.platform}"
     if shutil.which(compiler()[0]) is None:
         return f"no C++ compiler: {compiler()[0]} is not installed"
+    if "Free Software Foundation" not in compiler_version():
+        return f"kernels are emulated with g++ only, and {compiler()[0]} is another compiler"
     return None
 
 
@@ -75,7 +82,9 @@ def cache() -> Path:
         if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077:
             remove_oldest(folder)
             return folder
-    return Path(tempfile.mkdtemp(prefix="cuflash-emulator-"))
+    folder = Path(tempfile.mkdtemp(prefix="cuflash-emulator-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def remove_oldest(folder: Path) -> None:
@@ -125,10 +134,10 @@ def own_texts() -> dict[str, str]:
 @functools.cache
 def core_path() -> Path:
     def make(path: Path) -> None:
-        run(*CORE_FLAGS, HERE / "emulator.cpp", *LINK_FLAGS, "-o", path)
+        run(*CORE_FLAGS, HERE / "emulator.cpp", "-Wl,-z,defs", "-o", path)
 
     parts = {name: text for name, text in own_texts().items() if name not in (TWIN, "cuda.h")}
-    return cached(".so", parts | {"flags": repr((CORE_FLAGS, LINK_FLAGS))}, make)
+    return cached(".so", parts | {"flags": repr(CORE_FLAGS)}, make)
 
 
 @functools.cache
@@ -137,15 +146,27 @@ def kernel_texts() -> Mapping[str, str]:
     return {file.name: file.read_text() for file in KERNELS.iterdir() if file.suffix in (".cu", ".cuh")}
 
 
-def build(file: str, variant: str = "", texts: Mapping[str, str] | None = None, kernel: str | None = None) -> Kernel:
-    """Compile the kernel file `file`.cu, unless the cache has it; its kernel is called as the file, unless `kernel` tells its name.
+def included(file: str, texts: Mapping[str, str]) -> dict[str, str]:
+    """`file` and what it includes, but for the header that has a twin."""
+    found: dict[str, str] = {}
+    wanted = [file]
+    while wanted:
+        name = wanted.pop()
+        if name not in found and name != TWIN:
+            found[name] = texts[name]
+            wanted += INCLUDE.findall(texts[name])
+    return found
 
-    `variant` is the text of variant.cuh, and `texts` all other files by name, by default those of kernels_cu.
+
+def build(file: str, variant: str = "", texts: Mapping[str, str] | None = None, kernel: str | None = None) -> Kernel:
+    """Compile the kernel file `file`.cu, unless the cache has it.
+
+    `variant` is the text of variant.cuh, and `texts` all other files by name, by default those of kernels_cu. The
+    kernel has the name of the file, or is `kernel`, where the file itself says EMULATED_KERNEL for each of its own.
     """
     texts = kernel_texts() if texts is None else texts
     source = f"{file}.cu"
-    files = {header: text for header, text in texts.items() if header.endswith(".cuh") and header != TWIN}
-    files |= {source: texts[source], "variant.cuh": variant}
+    files = included(source, {**texts, "variant.cuh": variant})
     entry = "" if ENTRY in texts[source] else f"{ENTRY}({file});\n"
     files["main.cpp"] = f'#include "{source}"\n#include "cuda.h"\n{entry}'
     core = core_path()
@@ -155,11 +176,10 @@ def build(file: str, variant: str = "", texts: Mapping[str, str] | None = None, 
             folder = Path(temporary)
             for each, text in files.items():
                 (folder / each).write_text(text)
-            run(*KERNEL_FLAGS, "-c", "main.cpp", "-I", HERE, "-o", "main.o", folder=folder)
-            run("main.o", core, *LINK_FLAGS, "-o", path, folder=folder)
+            run(*KERNEL_FLAGS, "main.cpp", "-I", HERE, core, *LIBRARIES, "-o", path, folder=folder)
 
     twins = {f"emulator/{each}": own_texts()[each] for each in (TWIN, "cuda.h", "emulator.h")}
-    path = cached(".so", files | twins | {"flags": repr((KERNEL_FLAGS, LINK_FLAGS)), "core": core.name}, make)
+    path = cached(".so", files | twins | {"flags": repr((KERNEL_FLAGS, LIBRARIES)), "core": core.name}, make)
     return load(kernel or file, path, core)
 
 

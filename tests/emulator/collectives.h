@@ -12,15 +12,16 @@ inline bool release_if_complete(Block& block, Barrier& barrier) {
   const std::shared_ptr<const Counts> seen = barrier.join.take();
   for (Thread* thread : barrier.waiting) {
     thread->see(seen);
+    thread->votes = barrier.votes;
     wake(*thread);
   }
   barrier.waiting.clear();
-  barrier.arrived = 0;
+  barrier.arrived = barrier.votes = 0;
   return true;
 }
 
-// bar.sync and, without `wait`, bar.arrive
-void barrier(i32 id, u32 threads, bool wait, Site site) {
+// bar.sync, bar.red and, without `wait`, bar.arrive
+u32 barrier(i32 id, u32 threads, bool wait, bool predicate, Site site) {
   Thread& self = *running;
   Block& block = *self.block;
   if (id < 0 || id >= static_cast<i32>(kBarriers)) fail(format("barrier %d does not exist, at ", id) + place(site));
@@ -36,8 +37,10 @@ void barrier(i32 id, u32 threads, bool wait, Site site) {
   }
   own.join.add(self);
   ++own.arrived;
+  own.votes += predicate;
   if (wait) own.waiting.push_back(&self);
   if (!release_if_complete(block, own) && wait) wait_for("barrier", site, id);
+  return self.votes;
 }
 
 // ---- instructions of a warp ----

@@ -1,6 +1,7 @@
 // CUDA C++ as the kernels use it: qualifiers, built-in variables, warp and block primitives, mathematics.
 // `__shared__` is missing on purpose: a kernel takes its shared memory from DYNAMIC_SMEM.
 #pragma once
+#include <initializer_list>  // for (x : {a, b}), which NVRTC takes without a header
 #include "emulator.h"
 
 #define __device__
@@ -19,7 +20,12 @@
 // ---- blocks and warps ----
 constexpr i32 warpSize = 32;
 
-__forceinline__ void __syncthreads(emulator::Site site = emulator::here()) { emulator::barrier(0, 0, true, site); }
+__forceinline__ void __syncthreads(emulator::Site site = emulator::here()) { emulator::barrier(0, 0, true, false, site); }
+__forceinline__ i32 __syncthreads_count(i32 predicate, emulator::Site site = emulator::here()) {
+  return static_cast<i32>(emulator::barrier(0, 0, true, predicate != 0, site));
+}
+__forceinline__ i32 __syncthreads_or(i32 predicate, emulator::Site site = emulator::here()) { return __syncthreads_count(predicate, site) != 0; }
+__forceinline__ i32 __syncthreads_and(i32 predicate, emulator::Site site = emulator::here()) { return __syncthreads_count(!predicate, site) == 0; }
 __forceinline__ void __syncwarp(u32 mask = 0xffffffff, emulator::Site site = emulator::here()) { emulator::sync_warp(mask, site); }
 __forceinline__ u32 __activemask() { return 0xffffffff; }
 
@@ -75,6 +81,11 @@ float expf(float), exp2f(float), logf(float), log2f(float), log1pf(float), tanhf
 double fabs(double), fmax(double, double), fmin(double, double), fma(double, double, double), sqrt(double), floor(double);
 double exp(double), exp2(double), log(double), log2(double), log1p(double), tanh(double);
 }
+
+// Rounded each on its own, never fused with a neighbour
+__forceinline__ float __fadd_rn(float a, float b) { return a + b; }
+__forceinline__ float __fsub_rn(float a, float b) { return a - b; }
+__forceinline__ float __fmul_rn(float a, float b) { return a * b; }
 
 __forceinline__ i32 min(i32 a, i32 b) { return a < b ? a : b; }
 __forceinline__ u32 min(u32 a, u32 b) { return a < b ? a : b; }

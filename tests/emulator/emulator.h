@@ -36,7 +36,7 @@ struct Kernel {
 [[gnu::const]] dim3 grid_dim();
 
 // Barriers and warps (collectives.h)
-void barrier(i32 id, u32 threads, bool wait, Site site);  // `threads` 0: all that have not left the kernel
+u32 barrier(i32 id, u32 threads, bool wait, bool predicate, Site site);  // `threads` 0: all that are left; returns how many said true
 void sync_warp(u32 mask, Site site);
 u64 shuffle(u32 mask, u64 word, u32 source, Site site);
 u32 vote(u32 mask, bool predicate, Site site);

@@ -9,7 +9,7 @@ import numpy as np
 
 from cuflash.arrays import DTYPE_OF, describe, is_strided
 from cuflash.compiler import Variant
-from cuflash.config import SimtConfig
+from cuflash.config import MmaConfig, SimtConfig
 from cuflash.launch import ADDRESS_BLOCK, ADDRESSES, pack_sizes
 from cuflash.problem import Problem, read_problem
 from emulator.build import build
@@ -27,7 +27,7 @@ def read(inputs: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[dict[st
 def attention(
     inputs: Mapping[str, Any],
     options: Mapping[str, Any],
-    config: SimtConfig,
+    config: SimtConfig | MmaConfig,
     schedule: Schedule = SCHEDULES[0],
     *,
     out: Any = None,
@@ -37,7 +37,7 @@ def attention(
 ) -> tuple[Any, Any]:
     """O and LSE (None where it is not wanted) of `cuflash.attention(**inputs, **options)`.
 
-    `out` gives the result the strides of an array; nothing is written to it. `texts` are the kernel files, if not those of kernels_cu.
+    `out` gives the result its strides; nothing is written to it. `texts` are the kernel files, by default kernels_cu's.
     """
     packed, problem = read(inputs, options)
     if out is None:
@@ -49,8 +49,9 @@ def attention(
     if want_lse:
         arrays["lse"] = Array("lse", np.empty(problem.lse_shape, DTYPE_OF[problem.spec.lse_dtype]), writes="once")
     if not problem.is_empty(want_lse):
-        kernel = build(f"forward_{config.family}", Variant(f"forward_{config.family}", problem.spec, config, ARCHITECTURE).header(), texts)
-        grid, sizes, offsets = pack_sizes(problem, config.b_r)
+        variant = Variant(f"forward_{config.family}", problem.spec, config, ARCHITECTURE)
+        kernel = build(variant.kernel, variant.header(), texts)
+        grid, sizes, offsets = pack_sizes(problem, config.b_r, isinstance(config, MmaConfig) and config.pack_gqa)
         addresses = [arrays[name].address if name in arrays else 0 for name in ADDRESSES]
         for offset in offsets:
             launch(

@@ -24,6 +24,9 @@ class EmulatorError(Exception):
     """The kernel did what it must not do; the message is the emulator's report."""
 
 
+Writes = Literal["none", "once", "any"]
+
+
 @dataclass(frozen=True)
 class Schedule:
     """In which order threads run, and when asynchronous copies are done: what a kernel's results must not depend on.
@@ -66,7 +69,7 @@ class Array:
     What is between the elements of a strided array is poison, which a kernel may neither use nor overwrite.
     """
 
-    def __init__(self, name: str, values: np.ndarray[Any, Any], writes: Literal["none", "once", "any"] = "none") -> None:
+    def __init__(self, name: str, values: np.ndarray[Any, Any], writes: Writes = "none") -> None:
         self.name = name
         self.writes = writes
         steps = [(n - 1) * s for n, s in zip(values.shape, values.strides, strict=True)]
@@ -121,11 +124,16 @@ class _Options(ctypes.Structure):
 
 
 class _Region(ctypes.Structure):
-    _fields_ = (("name", ctypes.c_char_p), ("base", ctypes.c_uint64), ("bytes", ctypes.c_uint64), ("writes", ctypes.c_uint32))
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("base", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("writes", ctypes.c_uint32),
+    )
 
 
 class _Statistics(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_uint64) for name in ("switches", "accesses", "multiplications", "copies"))
+    _fields_ = [(name, ctypes.c_uint64) for name in ("switches", "accesses", "multiplications", "copies")]
 
 
 def launch(
@@ -141,8 +149,8 @@ def launch(
 ) -> Statistics:
     """Run the kernel.
 
-    `params` is its parameter block, `arrays` what it may touch of device memory. Without `watched`, neither races in shared memory
-    nor reads of what was never written to it are reported: they only change numbers, by the schedule and by poison.
+    `params` is its parameter block, `arrays` what it may touch of device memory. Without `watched`, neither races in
+    shared memory nor reads of what was never written to it are reported: the schedule and poison may change numbers.
 
     Raises
     ------
@@ -171,17 +179,22 @@ def launch(
     statistics = _Statistics()
     kernel.core.emulator_launch.restype = ctypes.c_char_p
     report = kernel.core.emulator_launch(
-        ctypes.c_void_p(kernel.entry), params, ctypes.byref(options), regions, ctypes.c_uint64(len(arrays)), ctypes.byref(statistics)
+        ctypes.c_void_p(kernel.entry),
+        params,
+        ctypes.byref(options),
+        regions,
+        ctypes.c_uint64(len(arrays)),
+        ctypes.byref(statistics),
     )
     if report is not None:
         raise EmulatorError(with_lines(report.decode(), kernel))
     for array in arrays:
         array.check_gaps()
-    return Statistics(*(getattr(statistics, name) for name, _ in _Statistics._fields_))
+    return Statistics(statistics.switches, statistics.accesses, statistics.multiplications, statistics.copies)
 
 
 def with_lines(report: str, kernel: Kernel) -> str:
-    """The report with addresses of code, <+0x...>, as file and line; where functions were inlined, the innermost comes first."""
+    """The report with file and line for addresses of code, <+0x...>; of inlined functions, the innermost is first."""
 
     def look_up(match: re.Match[str]) -> str:
         before_return = hex(int(match[1], 16) - 1)  # the address after a call belongs to the next line

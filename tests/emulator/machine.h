@@ -17,7 +17,7 @@ constexpr u32 kMaxThreads = 1024;
 constexpr u32 kMaxSharedBytes = 227 * 1024;
 constexpr size_t kStackBytes = 128 << 10;
 constexpr size_t kPage = 4096;
-constexpr u64 kMaxAccesses = 2'000'000'000;  // a launch that makes more is taken for an endless loop
+constexpr u64 kMaxAccesses = 200'000'000;  // a launch that makes more is taken for an endless loop
 
 // ---- what a launch is asked to do; launch.py holds the same structures ----
 enum class Order : u32 { forward, reverse, random };
@@ -94,6 +94,7 @@ struct Thread {
   const Count* counts = nullptr;  // those of `seen`
   std::vector<Copy> copies;
   u32 copy_group = 0;  // the group that is open
+  u32 votes = 0;       // of the barrier that it passed last
 
   void see(std::shared_ptr<const Counts> all) {
     seen = std::move(all);
@@ -120,6 +121,7 @@ struct Warp {
 
 struct Barrier {
   u32 arrived = 0;
+  u32 votes = 0;  // of these, how many said true
   u32 threads = 0;  // that it is for; 0: all that are left
   Site site = {"", 0};
   Join join;

@@ -1,11 +1,11 @@
-"""Seeded bugs: substitutions in the text of the kernels, each with the problems of which at least one must find it out."""
+"""Seeded bugs: substitutions in the text of the kernels, and for each the problems of which one must find it out."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 from cases import Case
 
 
@@ -35,7 +35,7 @@ class Mutant:
 
 
 # Sizes that are no multiple of a tile, several tiles of rows and of keys, two heads to a key head, two batch entries.
-SIZED = {"n": (40, 70), "d": (24, 40), "heads": (4, 2), "batch": (2,), "dtype": "float32"}
+SIZED: dict[str, Any] = {"n": (40, 70), "d": (24, 40), "heads": (4, 2), "batch": (2,), "dtype": "float32"}
 PROBLEMS = {
     case.id: case
     for case in (
@@ -63,9 +63,15 @@ KERNEL, MASK, SCORES, SOFTMAX, TILE = "forward_simt.cu", "mask.cuh", "scores.cuh
 MUTANTS = [
     # ---- barriers ----
     Mutant("no-barrier-after-loading-k", KERNEL, "    __syncthreads();\n    Real s[", "    Real s[", ("plain",)),
-    Mutant("no-barrier-after-reading-k", KERNEL, "    __syncthreads();  // every warp is done with K\n", "", ("plain",)),
-    Mutant("no-barrier-after-loading-v", KERNEL, "    __syncthreads();\n    multiply_p_v", "    multiply_p_v", ("plain",)),
-    Mutant("no-barrier-after-reading-v", KERNEL, "    __syncthreads();  // every warp is done with V\n", "", ("plain",)),
+    Mutant(
+        "no-barrier-after-reading-k", KERNEL, "    __syncthreads();  // every warp is done with K\n", "", ("plain",)
+    ),
+    Mutant(
+        "no-barrier-after-loading-v", KERNEL, "    __syncthreads();\n    multiply_p_v", "    multiply_p_v", ("plain",)
+    ),
+    Mutant(
+        "no-barrier-after-reading-v", KERNEL, "    __syncthreads();  // every warp is done with V\n", "", ("plain",)
+    ),
     Mutant(
         "barrier-for-half-of-the-threads",
         *(KERNEL, "    __syncthreads();  // every warp is done with K\n"),
@@ -89,10 +95,20 @@ MUTANTS = [
     Mutant("mask-of-the-first-head", MASK, " + head * p.mask_head", "", ("mask",)),
     Mutant("mask-inverted", MASK, "&& mask[", "&& !mask[", ("mask",)),
     Mutant("mask-read-beyond-the-queries", MASK, "(row < query_length && mask[", "(mask[", ("mask",)),
-    Mutant("first-tile-one-late", MASK, "see.first_key(first_row) / kBc", "(see.first_key(first_row) + kBc - 1) / kBc", ("window",)),
-    Mutant("last-tile-left-out", MASK, "(see.end_key(last_row) + kBc - 1) / kBc", "see.end_key(last_row) / kBc", ("plain",)),
+    Mutant(
+        "first-tile-one-late",
+        MASK,
+        "see.first_key(first_row) / kBc",
+        "(see.first_key(first_row) + kBc - 1) / kBc",
+        ("window",),
+    ),
+    Mutant(
+        "last-tile-left-out", MASK, "(see.end_key(last_row) + kBc - 1) / kBc", "see.end_key(last_row) / kBc", ("plain",)
+    ),
     Mutant("last-tile-taken-for-whole", MASK, "see.end_key(first_row) / kBc", "tiles.end", ("causal",)),
-    Mutant("first-tile-taken-for-whole", MASK, "tiles.whole_first = ", "tiles.whole_first = tiles.first; // ", ("window",)),
+    Mutant(
+        "first-tile-taken-for-whole", MASK, "tiles.whole_first = ", "tiles.whole_first = tiles.first; // ", ("window",)
+    ),
     # ---- tiles ----
     Mutant("rows-beyond-the-end-loaded", TILE, "row < rows_live && column", "column", ("plain",)),
     Mutant("columns-beyond-the-end-loaded", TILE, " && column < columns_live) from", ") from", ("plain",)),
@@ -103,10 +119,14 @@ MUTANTS = [
     ),
     # ---- scores ----
     Mutant("scale-forgotten", SCORES, "dot * scale;", "dot;", ("plain",)),
-    Mutant("softcap-inside-out", SCORES, "softcap * tanh_of(score)", "tanh_of(softcap * score)", ("softcap",)),
+    Mutant(
+        "softcap-inside-out", SCORES, "softcap * tanh_of(dot * scale)", "tanh_of(softcap * dot * scale)", ("softcap",)
+    ),
+    Mutant("softcap-forgotten", SCORES, "softcap * tanh_of(dot * scale)", "softcap * dot * scale", ("softcap",)),
     Mutant(
         "softcap-after-bias",
-        *(SCORES, "    if (kBias) score +=", "    if (kBias) score = dot * scale +", ("softcap",)),
+        *(SCORES, "? score + bias_at(row, key)"),
+        *("? softcap * tanh_of(dot * scale + bias_at(row, key) / softcap)", ("softcap",)),
     ),
     Mutant("bias-of-the-first-row", SCORES, "bias[row * bias_row + ", "bias[", ("bias",)),
     Mutant("bias-of-the-first-batch", SCORES, " + batch * p.bias_batch", "", ("bias",)),
@@ -114,29 +134,59 @@ MUTANTS = [
     # ---- softmax ----
     Mutant("o-not-rescaled", KERNEL, "o[i][c] *= rescale", "o[i][c] *= 1", ("ramp",)),
     Mutant("l-not-rescaled", KERNEL, "    row_of[i].l *= rescale;\n", "", ("ramp",)),
-    Mutant("rescaled-the-wrong-way", SOFTMAX, "exp_of(before - reference())", "exp_of(reference() - before)", ("ramp",)),
+    Mutant(
+        "rescaled-the-wrong-way", SOFTMAX, "exp_of(before - reference())", "exp_of(reference() - before)", ("ramp",)
+    ),
     Mutant("maximum-not-kept", SOFTMAX, "m = max_of(m, tile_max)", "m = tile_max", ("dominant",)),
     Mutant("nothing-seen-not-minded", SOFTMAX, "m == -kInfinity ? Real(0) : m", "m", ("late-mask",)),
     Mutant("m-and-l-mixed-up", SOFTMAX, "log_of(static_cast<Lse>(l))", "log_of(static_cast<Lse>(m))", ("plain",)),
     Mutant("lse-of-base-2", SOFTMAX, "log_of(static_cast<Lse>(l))", "log2(static_cast<Lse>(l))", ("plain",)),
     Mutant("lse-without-l", SOFTMAX, " + log_of(static_cast<Lse>(l))", "", ("plain",)),
     Mutant("lse-without-m", SOFTMAX, "static_cast<Lse>(m) + ", "", ("plain",)),
-    Mutant("maximum-across-rows", KERNEL, "__shfl_xor_sync(0xffffffff, tile_max, step)", "__shfl_xor_sync(0xffffffff, tile_max, 2 * step)", ("plain",)),
-    Mutant("maximum-of-one-lane", KERNEL, "tile_max = max_of(tile_max, __shfl_xor_sync(0xffffffff, tile_max, step))", "tile_max += 0", ("plain",)),
-    Mutant("l-of-one-lane", KERNEL, "row_of[i].l += __shfl_xor_sync(0xffffffff, row_of[i].l, step)", "row_of[i].l += 0", ("plain",)),
+    Mutant(
+        "maximum-across-rows",
+        KERNEL,
+        "__shfl_xor_sync(0xffffffff, tile_max, step)",
+        "__shfl_xor_sync(0xffffffff, tile_max, 2 * step)",
+        ("plain",),
+    ),
+    Mutant(
+        "maximum-of-one-lane",
+        KERNEL,
+        "tile_max = max_of(tile_max, __shfl_xor_sync(0xffffffff, tile_max, step))",
+        "tile_max += 0",
+        ("plain",),
+    ),
+    Mutant(
+        "l-of-one-lane",
+        KERNEL,
+        "row_of[i].l += __shfl_xor_sync(0xffffffff, row_of[i].l, step)",
+        "row_of[i].l += 0",
+        ("plain",),
+    ),
     # ---- heads, strides, what is written ----
     Mutant("head-of-the-group", KERNEL, "head / p.group", "head % p.group", ("plain",)),
     Mutant("values-of-the-query-head", KERNEL, "kv_head * p.v_head", "head * p.v_head", ("plain",)),
     Mutant("queries-with-the-stride-of-keys", KERNEL, "row0 * p.q_row", "row0 * p.k_row", ("bnhd",)),
     Mutant("output-with-the-stride-of-queries", KERNEL, "batch * p.out_batch", "batch * p.q_batch", ("plain",)),
     Mutant("output-row-with-the-stride-of-values", KERNEL, "row * p.out_row", "row * p.v_row", ("bnhd",)),
-    Mutant("values-as-wide-as-keys", KERNEL, "see.key_length - key0, p.d_v", "see.key_length - key0, p.d", ("plain", "head-dims")),
+    Mutant(
+        "values-as-wide-as-keys",
+        KERNEL,
+        "see.key_length - key0, p.d_v",
+        "see.key_length - key0, p.d",
+        ("plain", "head-dims"),
+    ),
     Mutant("rows-beyond-the-end-written", KERNEL, "    if (row >= p.n_q) continue;\n", "", ("plain",)),
     Mutant("columns-beyond-the-end-written", KERNEL, "if (column < p.d_v) *", "*", ("plain",)),
     Mutant("rows-beyond-the-length-written", KERNEL, "row >= see.query_length || ", "", ("lengths",)),
     Mutant("row-without-keys-divided-by-zero", KERNEL, " || row_of[i].l == Real(0)", "", ("dead-rows",)),
-    Mutant("lse-of-another-head", KERNEL, "(static_cast<i64>(batch) * p.heads + head)", "(static_cast<i64>(head) * p.heads + batch)", ("plain",)),
+    Mutant(
+        "lse-of-another-head",
+        KERNEL,
+        "(static_cast<i64>(batch) * p.heads + head)",
+        "(static_cast<i64>(head) * p.heads + batch)",
+        ("plain",),
+    ),
     Mutant("lse-of-every-lane", KERNEL, " && own.lane == 0", "", ("plain",)),
 ]
-
-_ = np

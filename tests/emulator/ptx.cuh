@@ -81,3 +81,11 @@ __device__ __forceinline__ void mma_m16n8k8(float (&d)[4], const u32 (&a)[2], u3
 __device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2], emulator::Site site = emulator::here()) {
   mma_of(d, {a[0], a[1], a[2], a[3]}, {b[0], b[1]}, emulator::Shape::m16n8k8_tf32, site);
 }
+
+// ---- named barriers ----
+__device__ __forceinline__ void bar_sync(i32 barrier, i32 threads, emulator::Site site = emulator::here()) {
+  emulator::barrier(barrier, static_cast<u32>(threads), true, false, site);
+}
+__device__ __forceinline__ void bar_arrive(i32 barrier, i32 threads, emulator::Site site = emulator::here()) {
+  emulator::barrier(barrier, static_cast<u32>(threads), false, false, site);
+}

@@ -103,6 +103,34 @@ UNIT(barrier_against_shuffle) {  // a warp of which half waits here and half the
   else
     __shfl_sync(kFull, 1, 0);
 }
+UNIT(barriers_that_count) {
+  const i32 odd = in<i32>(p)[threadIdx.x];
+  const i32 results[] = {__syncthreads_count(odd), __syncthreads_or(odd), __syncthreads_and(odd)};
+  for (i32 i = 0; i < 3; ++i) out<i32>(p)[i * blockDim.x + threadIdx.x] = results[i];
+}
+// The upper half of the block hands over to the lower half, without waiting for it.
+template <class Arrive> __device__ __forceinline__ void hand_over(const Params& p, Arrive arrive) {
+  DYNAMIC_SMEM(smem);
+  float* const box = reinterpret_cast<float*>(smem);
+  if (threadIdx.x >= 64) {
+    box[threadIdx.x - 64] = in<float>(p)[threadIdx.x];
+    return arrive();
+  }
+  bar_sync(1, 128);
+  out<float>(p)[threadIdx.x] = box[threadIdx.x];
+}
+UNIT(named_barrier) {
+  hand_over(p, [] { bar_arrive(1, 128); });
+}
+UNIT(named_barrier_without_arrival) {
+  hand_over(p, [] {});
+}
+UNIT(named_barrier_of_another_size) {
+  hand_over(p, [] { bar_arrive(1, 96); });
+}
+UNIT(other_named_barrier) {
+  hand_over(p, [] { bar_arrive(2, 128); });
+}
 UNIT(barrier_of_those_left) {  // as CUDA has it: threads that left the kernel do not count
   if (threadIdx.x >= 32) return;
   __syncthreads();
