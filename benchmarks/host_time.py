@@ -1,4 +1,4 @@
-"""Host time of a warm call on tiny CuPy arrays, with its breakdown, beside PyTorch's scaled_dot_product_attention; cold and warm first calls.
+"""Host time of a warm call on tiny CuPy arrays, part by part, beside PyTorch; and of first calls.
 
 python benchmarks/host_time.py
 """
@@ -42,6 +42,7 @@ def microseconds(run: Callable[[], object], repeats: int = 2000) -> float:
 
 
 def main() -> None:
+    """Print the table."""
     q, k, v = (
         cupy.asarray(np.random.default_rng().standard_normal((1, 2, 128, 64)).astype(np.float16)) for _ in range(3)
     )

@@ -39,7 +39,7 @@ def time_once(run: Callable[[], object], scratch: cupy.ndarray, what: str) -> fl
 
 
 def interleaved(runs: Mapping[str, Callable[[], object]], rounds: int = 9, warm_up: int = 1) -> dict[str, float]:
-    """Median milliseconds of each of `runs`, taken in turn so that clocks and heat are shared; odd rounds go backwards."""
+    """Median milliseconds of each of `runs`, taken in turn, so that they share clocks and heat."""
     scratch = cupy.empty(256 * 2**20, cupy.uint8)
     for name, run in runs.items():
         for _ in range(warm_up):
@@ -52,5 +52,5 @@ def interleaved(runs: Mapping[str, Callable[[], object]], rounds: int = 9, warm_
 
 
 def flops(batch: int, heads: int, n_q: int, n_k: int, d: int, causal: bool) -> float:
-    """Floating-point operations of a forward pass as the papers count them: 4 B H N_q N_k D, half of that with a causal mask."""
+    """Operations of a forward pass as the papers count them: 4 B H N_q N_k D, half of that with a causal mask."""
     return 4.0 * batch * heads * n_q * n_k * d * (0.5 if causal else 1.0)

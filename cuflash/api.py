@@ -70,15 +70,16 @@ def attention(
     q : array, (..., H_q, N_q, D)
         Queries: NumPy, CuPy, PyTorch or JAX, float16, bfloat16, float32 or float64; 2-D (N_q, D) upwards.
     k, v : array, (..., H_kv, N_k, D) and (..., H_kv, N_k, D_v)
-        Keys and values, of the kind, device and dtype of `q`; 1 <= D <= 256 and D_v <= 256. H_q is a multiple of H_kv: query head h reads
-        head ``h // (H_q // H_kv)``. Batch axes broadcast as in `numpy.matmul`. Any strides; an innermost axis that is not
-        contiguous is copied first.
+        Keys and values, of the kind, device and dtype of `q`; 1 <= D <= 256 and D_v <= 256. H_q is a multiple of H_kv:
+        query head h reads head ``h // (H_q // H_kv)``. Batch axes broadcast as in `numpy.matmul`. Any strides; an
+        innermost axis that is not contiguous is copied first.
     scale : float, optional
         Default ``1 / sqrt(D)``.
     causal : bool or {"bottom-right", "top-left"}
         Row i sees keys ``j <= i + delta``; delta is ``N_k - N_q`` (True, "bottom-right") or 0 ("top-left").
     window : (left, right), optional
-        Row i sees keys ``i + delta - left <= j <= i + delta + right``; None on a side is unbounded. With `causal`, right is 0.
+        Row i sees keys ``i + delta - left <= j <= i + delta + right``; None on a side is unbounded. With `causal`,
+        right is 0.
     softcap : float, optional
         Scores become ``softcap * tanh(score / softcap)``, after the scale and before the bias.
     mask : bool array, broadcast to (..., H_q, N_q, N_k), optional
@@ -110,8 +111,8 @@ def attention(
 
     Notes
     -----
-    FlashAttention (Dao et al. 2022), Algorithm 1, in the order of FlashAttention-2 (Dao 2023), Algorithm 1. GPU arrays are computed on
-    the caller's current stream without host synchronisation.
+    FlashAttention (Dao et al. 2022), Algorithm 1, in the order of FlashAttention-2 (Dao 2023), Algorithm 1. GPU arrays
+    are computed on the caller's current stream without host synchronisation.
 
     Examples
     --------
@@ -148,8 +149,9 @@ def explain(q: Any, k: Any, v: Any, **options: Any) -> Explanation:
 def prepare(q: Any, k: Any, v: Any, **options: Any) -> Explanation:
     """Compile and load what `attention` needs for a call, without running it, and say what that is.
 
-    Takes the arguments of `attention`. Afterwards the same call, also with other data, lengths or batch sizes of the same alignment,
-    compiles nothing, and can be captured in a CUDA graph (with `out` given, so that nothing is allocated).
+    Takes the arguments of `attention`. Afterwards the same call, also with other data, lengths or batch sizes of the
+    same alignment, compiles nothing, and can be captured in a CUDA graph (with `out` given, so that nothing is
+    allocated).
 
     Examples
     --------

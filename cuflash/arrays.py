@@ -1,7 +1,8 @@
 """Any array library in and out.
 
-Two kinds are computed on: NumPy arrays and CuPy arrays. Every other library's arrays are viewed as one of the two without a copy
-(DLPack, or the buffer that both share), on that library's current device and stream, and results are handed back as its own kind.
+Two kinds are computed on: NumPy arrays and CuPy arrays. Every other library's arrays are viewed as one of the two
+without a copy (DLPack, or the buffer that both share), on that library's current device and stream, and results are
+handed back as its own kind.
 """
 
 from __future__ import annotations
@@ -224,7 +225,7 @@ class JaxKind(NumpyKind):
 
 
 class DlpackKind(NumpyKind):
-    """Arrays of any other library that speaks DLPack (or Numba's), on CuPy's current stream of the device that holds them."""
+    """Arrays of any other library that speaks DLPack, and Numba's, on CuPy's current stream of their device."""
 
     on_gpu = True
 

@@ -1,4 +1,4 @@
-"""One call on NumPy or CuPy arrays: checked, planned, run. On a GPU everything but the addresses is remembered by signature."""
+"""One call: checked, planned, run. On a GPU everything but the addresses is remembered by signature."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cuflash.arrays import (
 )
 from cuflash.config import NumpyConfig
 from cuflash.device import DeviceInfo, device_info
-from cuflash.launch import Launch, make_launch
+from cuflash.launch import Launch, WgmmaLaunch, make_launch
 from cuflash.problem import Problem, read_problem
 
 MAX_REMEMBERED_CALLS = 4096
@@ -135,11 +135,12 @@ def attend_numpy(call: Call, options: Options, return_lse: bool, config: Any) ->
 class Remembered(NamedTuple):
     """What a call of one signature on arrays of a GPU needs, checked, compiled and loaded.
 
-    `launch` is None where there is nothing to compute, and where an array is `strided`, not contiguous along its last axis.
+    `launch` is None where there is nothing to compute, and where an array is `strided`, not contiguous along its last
+    axis.
     """
 
     device: int
-    launch: Launch | None
+    launch: Launch | WgmmaLaunch | None
     strided: bool
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]

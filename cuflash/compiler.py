@@ -25,8 +25,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from cuflash import cubins
-from cuflash.config import MmaConfig, SimtConfig
+from cuflash.config import MmaConfig, SimtConfig, WgmmaConfig
 from cuflash.problem import Spec
+from cuflash.wgmma import WGMMA_HEADER, wgmma_header
 
 if TYPE_CHECKING:
     from cupy.cuda.function import Function
@@ -37,7 +38,7 @@ VARIANT_HEADER = "variant.cuh"
 ELEMENT_TYPES = {"float16": "half_t", "bfloat16": "bf16_t", "float32": "float", "float64": "double"}
 
 # Kernels whose instructions exist on a single architecture, such as wgmma on sm_90a. Their cubins run on no newer GPU.
-ARCHITECTURE_SPECIFIC: frozenset[str] = frozenset()
+ARCHITECTURE_SPECIFIC = frozenset({"forward_wgmma"})
 
 DEFAULT_SHARED_BYTES = 48 * 1024  # a block that wants more must be granted it, once per function and device
 
@@ -57,14 +58,14 @@ class Variant:
     kernel : str
         Name of the entry function and of its file, such as ``forward_simt``.
     spec : Spec
-    config : SimtConfig or MmaConfig
+    config : SimtConfig, MmaConfig or WgmmaConfig
     architecture : str
         The GPU's, such as ``sm_90``.
     """
 
     kernel: str
     spec: Spec
-    config: SimtConfig | MmaConfig
+    config: SimtConfig | MmaConfig | WgmmaConfig
     architecture: str
 
     def __post_init__(self) -> None:
@@ -292,7 +293,10 @@ def _program(variant: Variant) -> tuple[str, dict[str, str]]:
         kernels = ", ".join(sorted(name.removesuffix(".cu") for name in sources if name.endswith(".cu")))
         raise ValueError(f"kernel must be one of {kernels}, got {variant.kernel!r}")
     headers = {name: text for name, text in sorted(sources.items()) if name.endswith(".cuh")}
-    return kernel_file, headers | {VARIANT_HEADER: variant.header()}
+    headers[VARIANT_HEADER] = variant.header()
+    if isinstance(variant.config, WgmmaConfig):
+        headers[WGMMA_HEADER] = wgmma_header(variant.spec.dtype, variant.config.b_c, variant.spec.d_v)
+    return kernel_file, headers
 
 
 def _options(variant: Variant) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Tile configurations: what may be chosen of a kernel family, and what is legal for a Spec on a GPU.
 
-A configuration is data: integers that are checked here before they are rendered into a kernel. The planner, the tuner and every
-error message ask `why_illegal`.
+A configuration is data: integers that are checked here before they are rendered into a kernel. The planner, the tuner
+and every error message ask `why_illegal`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ REGISTERS_PER_THREAD = 255
 REGISTERS_PER_BLOCK = 65536
 MOST_WARPS = 16
 AMPERE = (8, 0)
+HOPPER = (9, 0)
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class SimtConfig:
         return {"kBr": self.b_r, "kBc": self.b_c, "kThreads": self.threads, "kLanesPerRow": self.lanes_per_row}
 
     def shared_bytes(self, spec: Spec) -> int:
-        """Dynamic shared memory of a block: Q, one buffer that K and V take in turn, P; as in the map of forward_simt.cu."""
+        """Dynamic shared memory of a block: Q, one buffer that K and V take in turn, P; as in forward_simt.cu."""
         item = ITEM_BYTES[spec.accumulator]
         pad = 16 // item
         q = self.b_r * (spec.d + pad)
@@ -173,7 +174,7 @@ class MmaConfig:
         return max(self.b_r * qk + self.stages * self.b_c * (qk + v), self.b_r * v)
 
     def registers(self, spec: Spec) -> int:
-        """The registers that the accumulators O and S, the row statistics, and Q if it stays, take a thread: a lower bound."""
+        """A lower bound on registers: the accumulators O and S, the row statistics, and Q if it stays."""
         row_blocks = self.b_r // (16 * self.warps)
         q = spec.d * ITEM_BYTES[spec.dtype] // 8 if self.q_in_registers else 4
         return row_blocks * ((spec.d_v + self.b_c) // 2 + q + 4)
@@ -189,7 +190,8 @@ class MmaConfig:
         if self.b_c % 16:
             return f"b_c must be a multiple of 16, got {self.b_c}"
         if self.mma_k not in (depths := mma_depths(spec, device)):
-            return f"mma_k must be {' or '.join(map(str, depths))} for {spec.dtype} on {device.architecture}, got {self.mma_k}"
+            legal = " or ".join(map(str, depths))
+            return f"mma_k must be {legal} for {spec.dtype} on {device.architecture}, got {self.mma_k}"
         if self.async_copy and device.compute_capability < AMPERE:
             return f"async_copy needs sm_80 or newer, {device.name} is {device.architecture}"
         if (needed := self.shared_bytes(spec)) > device.shared_bytes:
@@ -198,6 +200,123 @@ class MmaConfig:
         if (needed := self.registers(spec)) > available - 40:
             return f"accumulators and operands need {needed} of {available} registers a thread"
         return None
+
+
+WARPGROUP = 128
+WARPGROUP_ROWS = 64
+PANEL_COLUMNS = 64
+SWIZZLE_BYTES = 1024  # where a swizzled tile is aligned to
+MEGABYTE = 1 << 20
+
+# Registers of a producer and a consumer thread by consumer warpgroups; (0, 0) leaves them as they are. A launch gives a
+# thread 65536 / threads registers, rounded down to a multiple of 8, and no more than that in all can be shared out anew.
+WGMMA_REGISTERS = {1: (0, 0), 2: (40, 232), 3: (32, 160), 4: (24, 112)}
+
+
+@dataclass(frozen=True)
+class WgmmaConfig:
+    """Tiles of the Hopper family, `wgmma` and TMA.
+
+    Attributes
+    ----------
+    consumers : int
+        Warpgroups that compute, of 64 query rows each; one more asks for the copies.
+    b_c : int
+        Keys of a tile.
+    stages : int
+        Tiles of K, and of V, in shared memory.
+    q_stages : int
+        Tiles of Q of each warpgroup in shared memory: with 2, the next rows' Q arrives early.
+    ping_pong : bool
+        Whether warpgroups take turns in issuing products.
+    speculative : bool
+        Whether a row keeps its reference maximum until its sums show that it must be raised, instead of looking at the
+        maximum of every tile.
+    section_mb : int
+        How many megabytes of K and V are worked on at a time where rows differ in length, so that they stay in L2.
+    """
+
+    consumers: int
+    b_c: int
+    stages: int = 2
+    q_stages: int = 1
+    ping_pong: bool = True
+    speculative: bool = True
+    section_mb: int = 32
+
+    family: ClassVar[str] = "wgmma"
+
+    def __post_init__(self) -> None:
+        require_positive(self, "consumers", "b_c", "stages", "q_stages", "section_mb")
+        for name in ("ping_pong", "speculative"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"WgmmaConfig.{name} must be True or False, got {getattr(self, name)!r}")
+
+    @property
+    def b_r(self) -> int:
+        """Query rows of a tile."""
+        return WARPGROUP_ROWS * self.consumers
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return WARPGROUP * (self.consumers + 1)
+
+    def constants(self) -> dict[str, int]:
+        """The named constants of the kernel."""
+        producer, consumer = WGMMA_REGISTERS.get(self.consumers, (0, 0))
+        return {
+            "kBr": self.b_r,
+            "kBc": self.b_c,
+            "kThreads": self.threads,
+            "kConsumers": self.consumers,
+            "kStages": self.stages,
+            "kQStages": self.q_stages,
+            "kProducerRegisters": producer,
+            "kConsumerRegisters": consumer,
+            "kPingPong": self.ping_pong,
+            "kSpeculative": self.speculative,
+        }
+
+    def shared_bytes(self, spec: Spec) -> int:
+        """Dynamic shared memory of a block, as in the map of forward_wgmma.cu, and what its alignment may cost."""
+        qk, v = (-(-d // PANEL_COLUMNS) * PANEL_COLUMNS * ITEM_BYTES[spec.dtype] for d in (spec.d, spec.d_v))
+        q_tiles = self.q_stages * self.consumers
+        tiles = q_tiles * WARPGROUP_ROWS * qk + self.stages * self.b_c * (qk + v)
+        barriers = 8 * (4 * self.stages + 2 * q_tiles)
+        return tiles + barriers + 16 * q_tiles + SWIZZLE_BYTES
+
+    def registers(self, spec: Spec) -> int:
+        """The registers that O, S and P take, a thread: a lower bound."""
+        return spec.d_v // 2 + self.b_c // 2 + self.b_c // 4
+
+    def why_illegal(self, spec: Spec, device: DeviceInfo) -> str | None:
+        """None where the configuration is legal, else the rule that it breaks and by what."""
+        if reason := why_not_wgmma(spec, device):
+            return reason
+        if self.consumers not in WGMMA_REGISTERS:
+            return f"consumers must be 1 to {max(WGMMA_REGISTERS)}, got {self.consumers}"
+        if self.b_c % 16 or self.b_c > 256:
+            return f"b_c must be a multiple of 16 up to 256, got {self.b_c}"
+        if self.ping_pong and self.consumers == 1:
+            return "ping_pong needs two consumers or more, got 1"
+        if (needed := self.shared_bytes(spec)) > device.shared_bytes:
+            return f"the tiles need {needed} bytes of shared memory, {device.name} has {device.shared_bytes} a block"
+        available = WGMMA_REGISTERS[self.consumers][1] or REGISTERS_PER_THREAD
+        if (needed := self.registers(spec)) > available - 32:
+            return f"accumulators need {needed} of {available} registers a thread"
+        return None
+
+
+def why_not_wgmma(spec: Spec, device: DeviceInfo) -> str | None:
+    """Why wgmma and TMA do not serve `spec` on `device`; None where they do."""
+    if device.compute_capability != HOPPER:
+        return f"wgmma needs sm_90, {device.name} is {device.architecture}"
+    if ITEM_BYTES[spec.dtype] != 2:
+        return f"wgmma serves float16 and bfloat16, got {spec.dtype}"
+    if not spec.aligned:
+        return "TMA needs rows that start at, and consist of, whole 16-byte vectors"
+    return None
 
 
 def why_not_mma(spec: Spec, device: DeviceInfo) -> str | None:
@@ -216,7 +335,7 @@ def mma_depths(spec: Spec, device: DeviceInfo) -> tuple[int, ...]:
     return (16,) if spec.dtype == "bfloat16" else (16, 8)
 
 
-TileConfig = NumpyConfig | SimtConfig | MmaConfig
+TileConfig = NumpyConfig | SimtConfig | MmaConfig | WgmmaConfig
 
 
 def require_positive(config: object, *names: str) -> None:

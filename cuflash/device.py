@@ -33,8 +33,8 @@ class DeviceInfo:
         return f"sm_{major}{minor}"
 
 
-# Shared memory per block (opt-in) by architecture: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability".
-# Multiprocessor counts are those of the card named.
+# Shared memory per block (opt-in) by architecture: CUDA C++ Programming Guide, "Technical Specifications per Compute
+# Capability". Multiprocessor counts are those of the card named.
 KNOWN_DEVICES = {
     "sm_75": DeviceInfo("Tesla T4", (7, 5), 40, 64 * 1024),
     "sm_80": DeviceInfo("A100", (8, 0), 108, 163 * 1024),

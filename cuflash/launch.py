@@ -1,4 +1,4 @@
-"""From a Problem and its plan to kernel launches: the grid, the parameter block, the batch axes that one launch cannot take."""
+"""From a Problem and its plan to kernel launches: grid, parameter block, batch axes that one launch cannot take."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cuflash.compiler import Variant, load_function
-from cuflash.config import MmaConfig, SimtConfig
+from cuflash.config import MEGABYTE, WARPGROUP_ROWS, MmaConfig, SimtConfig, WgmmaConfig
+from cuflash.counters import Counters, current_counters
 from cuflash.device import DeviceInfo
 from cuflash.plan import Choice
 from cuflash.problem import ITEM_BYTES, Problem, contiguous_strides
+from cuflash.tensor_maps import MapLayout, TensorMaps, map_layout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,7 +38,8 @@ class Launch:
     Attributes
     ----------
     offsets : tuple
-        For each kernel launch, what to add to every address, in bytes; one launch of zeros unless batch axes cannot be merged.
+        For each kernel launch, what to add to every address, in bytes; one launch of zeros unless batch axes cannot be
+        merged.
     """
 
     function: Any
@@ -47,7 +50,10 @@ class Launch:
     offsets: tuple[tuple[int, ...], ...]
 
     def __call__(self, addresses: Sequence[int], stream: Any = None) -> None:
-        """Launch on the current device, on `stream` (None: the current one); `addresses` as in `ADDRESSES`, 0 for what is absent."""
+        """Launch on the current device and on `stream`, by default the current one.
+
+        `addresses` are those of `ADDRESSES` in order, 0 for what is absent.
+        """
         for offset in self.offsets:
             shifted = addresses if offset is NO_OFFSET else map(int.__add__, addresses, offset)
             block = np.void(ADDRESS_BLOCK.pack(*shifted) + self.sizes)
@@ -55,6 +61,74 @@ class Launch:
 
 
 NO_OFFSET = (0,) * len(ADDRESSES)
+
+# What WgmmaParams of kernels_cu/forward_wgmma.cu adds to the parameter block: three tensor maps before it, and this behind.
+SCHEDULE_BLOCK = struct.Struct("<Q2i48x")  # up to a multiple of 64 bytes, the alignment of a map
+
+
+@dataclass(frozen=True)
+class WgmmaLaunch:
+    """As `Launch`, of forward_wgmma: with tensor maps, and as many blocks as share out the tiles.
+
+    Attributes
+    ----------
+    maps : tuple of TensorMaps
+        Those of q, k and v.
+    """
+
+    function: Any
+    grid: int
+    threads: int
+    shared_bytes: int
+    sizes: bytes
+    offsets: tuple[tuple[int, ...], ...]
+    maps: tuple[TensorMaps, TensorMaps, TensorMaps]
+    tiles: int
+    section: int
+    counters: Counters
+
+    def __call__(self, addresses: Sequence[int], stream: Any = None) -> None:
+        """Launch on the current device and on `stream`, as `Launch` does."""
+        pointer = current_stream_pointer() if stream is None else stream.ptr
+        for offset in self.offsets:
+            shifted = addresses if offset is NO_OFFSET else [a + b for a, b in zip(addresses, offset, strict=True)]
+            maps = [own.at(address) for own, address in zip(self.maps, shifted[:3], strict=True)]
+            counter = self.counters.next(pointer)
+            block = np.void(wgmma_block(maps, shifted, self.sizes, counter, self.tiles, self.section))
+            self.function((self.grid,), (self.threads,), (block,), self.shared_bytes, stream)
+
+
+def current_stream_pointer() -> int:
+    """The pointer of CuPy's current stream."""
+    from cupy.cuda import get_current_stream
+
+    return int(get_current_stream().ptr)
+
+
+def wgmma_block(
+    maps: Sequence[bytes], addresses: Sequence[int], sizes: bytes, counter: int, tiles: int, section: int
+) -> bytes:
+    """The parameter block of forward_wgmma."""
+    return b"".join((*maps, ADDRESS_BLOCK.pack(*addresses), sizes, SCHEDULE_BLOCK.pack(counter, tiles, section)))
+
+
+def wgmma_maps(problem: Problem, config: WgmmaConfig) -> tuple[MapLayout, MapLayout, MapLayout]:
+    """How q, k and v are described to TMA."""
+    batch, steps, _ = split_batch(problem)
+    q, k, v = (
+        map_layout(problem, name, batch, steps[name], rows)
+        for name, rows in (("q", WARPGROUP_ROWS), ("k", config.b_c), ("v", config.b_c))
+    )
+    return q, k, v
+
+
+def wgmma_section(problem: Problem, config: WgmmaConfig) -> int:
+    """How many query heads are worked on together: those whose keys and values stay in the L2 cache."""
+    if problem.right is None:
+        return 1
+    kv_head_bytes = problem.n_k * (problem.d + problem.d_v) * ITEM_BYTES[problem.spec.dtype]
+    kv_heads = max(1, config.section_mb * MEGABYTE // kv_head_bytes)
+    return min(kv_heads * (problem.h_q // problem.h_kv), problem.heads_total)
 
 
 def merge_batch_axes(
@@ -97,9 +171,7 @@ def split_batch(problem: Problem) -> tuple[int, dict[str, int], list[dict[str, i
     return inner, steps, offsets
 
 
-def pack_sizes(
-    problem: Problem, b_r: int, pack_gqa: bool = False
-) -> tuple[int, bytes, tuple[tuple[int, ...], ...]]:
+def pack_sizes(problem: Problem, b_r: int, pack_gqa: bool = False) -> tuple[int, bytes, tuple[tuple[int, ...], ...]]:
     """Blocks of one launch, the parameter block after its addresses, and the address offsets of every launch in bytes.
 
     With `pack_gqa`, the `b_r` rows of a block are those of all query heads that share a head of k and v.
@@ -156,15 +228,29 @@ def item_bytes(problem: Problem) -> dict[str, int]:
     }
 
 
-def make_launch(problem: Problem, choice: Choice, device: DeviceInfo) -> Launch:
+def make_launch(problem: Problem, choice: Choice, device: DeviceInfo) -> Launch | WgmmaLaunch:
     """Compile and load what `problem` needs on the current device, `device`."""
     config = choice.config
-    if not isinstance(config, (SimtConfig, MmaConfig)):
+    if not isinstance(config, (SimtConfig, MmaConfig, WgmmaConfig)):
         raise TypeError(f"no GPU kernel for {config!r}")
     grid, sizes, offsets = pack_sizes(problem, config.b_r, isinstance(config, MmaConfig) and config.pack_gqa)
     variant = Variant(
         kernel=f"forward_{choice.family}", spec=problem.spec, config=config, architecture=device.architecture
     )
+    if isinstance(config, WgmmaConfig):
+        q_map, k_map, v_map = wgmma_maps(problem, config)
+        return WgmmaLaunch(
+            function=load_function(variant),
+            grid=min(grid, device.multiprocessors),
+            threads=config.threads,
+            shared_bytes=config.shared_bytes(problem.spec),
+            sizes=sizes,
+            offsets=offsets,
+            maps=(TensorMaps(q_map), TensorMaps(k_map), TensorMaps(v_map)),
+            tiles=grid,
+            section=wgmma_section(problem, config),
+            counters=current_counters(),
+        )
     return Launch(
         function=load_function(variant),
         grid=grid,

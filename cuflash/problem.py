@@ -1,7 +1,8 @@
 """What one call asks for: a `Problem`, and its `Spec`, the part of it that is compiled into a kernel.
 
-Arguments are checked here, once, from the shapes, strides and dtypes of the arrays alone, so that the same code serves every array
-library and every device. Axes are brought into one canonical order, ``(*batch, head, row, column)``, by arithmetic on strides.
+Arguments are checked here, once, from the shapes, strides and dtypes of the arrays alone, so that the same code serves
+every array library and every device. Axes are brought into one canonical order, ``(*batch, head, row, column)``, by
+arithmetic on strides.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ VECTOR_BYTES = 16
 
 
 class Operand(NamedTuple):
-    """An array as the checks see it: its name in messages, shape, strides in elements, dtype, and the alignment of its address."""
+    """An array as the checks see it: its name in messages, shape, strides in elements, dtype, alignment in bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -32,7 +33,7 @@ class Operand(NamedTuple):
 
 @dataclass(frozen=True)
 class Spec:
-    """What is compiled into a kernel. Head dims are rounded up to a multiple of 16; the true ones are run-time sizes."""
+    """What is compiled into a kernel. Head dims are rounded up to a multiple of 16; the true ones are sizes."""
 
     dtype: str
     d: int
@@ -70,7 +71,8 @@ class Problem:
     bottom_right : bool
         delta is ``n_k - n_q`` (of the lengths, where given); otherwise 0.
     strides : dict of str to tuple of int
-        For each of q, k, v, out (batch…, head, row), mask, bias (batch…, head, row, column), q_lengths, kv_lengths (batch…).
+        For each of q, k, v, out (batch…, head, row), mask, bias (batch…, head, row, column), q_lengths, kv_lengths
+        (batch…).
     out_shape, lse_shape : tuple of int
         In the caller's layout.
     """
@@ -297,7 +299,7 @@ def read_problem(
         out = Operand("out", out_shape, contiguous_strides(out_shape), q.dtype)
     elif out.shape != out_shape or out.dtype != q.dtype:
         raise ValueError(f"out must have shape {out_shape} and dtype {q.dtype}, got {out.shape} and {out.dtype}")
-    elif any(n > 1 and s == 0 for n, s in zip(out.shape, out.strides, strict=True)):
+    elif 0 not in out.shape and any(n > 1 and s == 0 for n, s in zip(out.shape, out.strides, strict=True)):
         raise ValueError(f"out must not repeat elements, got strides {out.strides} for shape {out.shape}")
     target = canonical(out, layout)
     strides["out"] = broadcast_strides(target, natural, "(*batch, H_q, N_q, D_v)")
