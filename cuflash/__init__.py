@@ -2,7 +2,17 @@
 
 from cuflash import reference
 from cuflash.api import Explanation, attention, explain, prepare
-from cuflash.config import NumpyConfig, SimtConfig
+from cuflash.config import MmaConfig, NumpyConfig, SimtConfig
 
 __version__ = "0.1.0"
-__all__ = ["Explanation", "NumpyConfig", "SimtConfig", "__version__", "attention", "explain", "prepare", "reference"]
+__all__ = [
+    "Explanation",
+    "MmaConfig",
+    "NumpyConfig",
+    "SimtConfig",
+    "__version__",
+    "attention",
+    "explain",
+    "prepare",
+    "reference",
+]

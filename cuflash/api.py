@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cuflash.arrays import CupyKind
-from cuflash.call import Call, Options, attend_foreign, attend_gpu, common_kind, plan_call, prepare_gpu
+from cuflash.call import Call, Options, attend_foreign, attend_gpu, common_kind, make_options, plan_call, prepare_gpu
 from cuflash.config import TileConfig
 from cuflash.problem import Problem
 
@@ -20,7 +20,7 @@ class Explanation:
     Attributes
     ----------
     family : str
-        The kernel family, "simt" or "numpy".
+        The kernel family, "mma", "simt" or "numpy".
     config : TileConfig
         Its tile configuration.
     source : str
@@ -87,22 +87,24 @@ def attention(
     bias : array, broadcast to (..., H_q, N_q, N_k), optional
         Added to the scores; of the dtype of `q` or float32.
     q_lengths, kv_lengths : int32 or int64 array, broadcast to the batch axes, optional
-        Live rows and keys of each batch entry, clamped to [0, N]; delta follows them. What lies beyond is never used.
+        Live rows and keys of each batch entry, clamped to [0, N]; they are the N_q and N_k of delta. What lies beyond
+        is never used.
     layout : {"bhnd", "bnhd"}
         "bnhd": q, k, v and the result are (..., N, H, D). Mask, bias and LSE keep (..., H, N).
     return_lse : bool
         Also return the log of the sum of ``e^score`` over each row.
     out : array, optional
         Where to write the result, of its shape and dtype; it must not overlap an input.
-    config : SimtConfig or NumpyConfig, optional
-        Tile sizes to use instead of the planner's.
+    config : MmaConfig, SimtConfig or NumpyConfig, optional
+        Kernel family and tile sizes to use instead of the planner's.
 
     Returns
     -------
     array, (..., H_q, N_q, D_v)
         Of the kind, device and dtype of `q`. A row that sees no key is 0.
     lse : array, (..., H_q, N_q), only if `return_lse`
-        Natural logarithm; float32 for 16-bit inputs, else float64; -inf for a row that sees no key.
+        Natural logarithm; float32 for 16-bit inputs, else float64 (of JAX only where it is enabled); -inf for a row
+        that sees no key.
 
     Raises
     ------
@@ -124,7 +126,7 @@ def attention(
     True
     """
     call = Call(q, k, v, mask, bias, q_lengths, kv_lengths, out)
-    options = Options(scale, causal, tuple(window) if isinstance(window, list) else window, softcap, layout)
+    options = make_options(scale, causal, window, softcap, layout)
     kind = common_kind(call)
     if isinstance(kind, CupyKind):
         return attend_gpu(kind, call, options, return_lse, config)
@@ -169,7 +171,7 @@ def inspect_call(q: Any, k: Any, v: Any, keywords: dict[str, Any], load: bool) -
     given.apply_defaults()
     take = given.arguments
     call = Call(*(take[name] for name in Call._fields))
-    options = Options(*(take[name] for name in Options._fields))
+    options = make_options(*(take[name] for name in Options._fields))
     kind = common_kind(call)
     with kind.current(q):
         views = call.viewed_by(kind)

@@ -62,7 +62,7 @@ class NumpyKind:
     writable = True
 
     def __str__(self) -> str:
-        return self.name
+        return f"{self.name} ({'GPU' if self.on_gpu else 'CPU'})"
 
     def view(self, name: str, array: Any) -> Any:
         """The NumPy or CuPy array to compute on."""
@@ -70,7 +70,8 @@ class NumpyKind:
             raise TypeError(f"{name} must not be a masked array (its mask would be lost); pass mask= instead")
         if not array.dtype.isnative:
             raise TypeError(f"{name} must be of native byte order, got {array.dtype.str}")
-        return np.asarray(array)
+        view = np.asarray(array)
+        return view if name == "out" or is_regular(view) else view.copy()
 
     def result(self, array: Any, like: Any) -> Any:
         """A computed array as the caller's kind."""
@@ -139,7 +140,7 @@ class TorchCpuKind(NumpyKind):
     def view(self, name: str, array: Any) -> Any:
         import torch
 
-        array = array.detach()
+        array = array.detach().resolve_neg()
         return array.view(torch.int16).numpy().view(BFLOAT16) if array.dtype == torch.bfloat16 else array.numpy()
 
     def result(self, array: Any, like: Any) -> Any:
@@ -274,6 +275,10 @@ def kind_of(name: str, array: Any) -> NumpyKind:
         if array.requires_grad and torch.is_grad_enabled():
             remedy = "Pass it detached, or call inside torch.no_grad()."
             raise TypeError(NO_GRADIENT.format(name=name, what="requires grad", remedy=remedy))
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor(array)  # by torch.func.grad, vmap, jvp
+        if wrapped or torch.autograd.forward_ad.unpack_dual(array).tangent is not None:
+            remedy = "Call it outside of torch.func and of forward-mode differentiation."
+            raise TypeError(NO_GRADIENT.format(name=name, what="is being transformed", remedy=remedy))
         if array.device.type not in TORCH:
             raise TypeError(f"{name} must be a tensor of the CPU or of a CUDA device, got one on {array.device}")
         return TORCH[array.device.type]
@@ -281,6 +286,8 @@ def kind_of(name: str, array: Any) -> NumpyKind:
         if isinstance(array, jax.core.Tracer):
             remedy = "Call it outside of jax.jit, jax.grad and jax.vmap."
             raise TypeError(NO_GRADIENT.format(name=name, what="is a JAX tracer", remedy=remedy))
+        if array.is_deleted():
+            raise ValueError(f"{name} must be alive, got a JAX array that was deleted or donated")
         if len(array.devices()) != 1:
             raise TypeError(f"{name} must live on one device, got an array sharded over {len(array.devices())}")
         return JAX[array.device.platform in ("gpu", "cuda")]
@@ -307,10 +314,19 @@ def memory_of(array: Any) -> Memory:
 def describe(name: str, array: Any) -> Operand:
     """A NumPy or CuPy array as the checks see it."""
     address, shape, strides, item = memory_of(array)
+    if not is_regular(array):
+        raise ValueError(f"{name} must have strides that are multiples of its {item}-byte elements, got {strides}")
+    if address % item and not isinstance(array, np.ndarray):
+        raise ValueError(f"{name} must lie at a multiple of its {item}-byte elements, got address {address:#x}")
     steps = tuple(stride // item for stride in strides)
     return Operand(
         name, shape, steps, array.dtype.name, alignment=VECTOR_BYTES if address % VECTOR_BYTES == 0 else item
     )
+
+
+def is_regular(array: Any) -> bool:
+    """Whether elements are whole elements apart along every axis."""
+    return not any(n > 1 and step % array.itemsize for n, step in zip(array.shape, array.strides, strict=True))
 
 
 def is_strided(array: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ from cuflash.arrays import (
     CUPY,
     DTYPE_OF,
     CupyKind,
+    Memory,
     NumpyKind,
     canonical_view,
     describe,
@@ -38,6 +40,11 @@ class Options(NamedTuple):
     layout: Any = "bhnd"
 
 
+def make_options(scale: Any, causal: Any, window: Any, softcap: Any, layout: Any) -> Options:
+    """The options, as far as possible as keys of a dictionary."""
+    return Options(scale, causal, tuple(window) if isinstance(window, list) else window, softcap, layout)
+
+
 class Call(NamedTuple):
     """The arguments that are arrays."""
 
@@ -56,7 +63,13 @@ class Call(NamedTuple):
 
     def viewed_by(self, kind: NumpyKind) -> Call:
         """The NumPy or CuPy arrays to compute on."""
-        return self._replace(**{name: kind.view(name, array) for name, array in self.given().items()})
+        views = {}
+        for name, array in self.given().items():
+            try:
+                views[name] = kind.view(name, array)
+            except RuntimeError as error:  # the array's own library: deleted, lazy, of a kind that has no memory
+                raise ValueError(f"{name} cannot be read: {error}") from error
+        return self._replace(**views)
 
 
 class Planned(NamedTuple):
@@ -95,14 +108,21 @@ def plan_call(call: Call, options: Options, config: Any) -> Planned:
                     f"all arrays of a call must be on one device, got q on {call.q.device} and {name} on {array.device}"
                 )
     problem = read_problem(**{name: describe(name, array) for name, array in given.items()}, **options._asdict())
-    if (out := given.pop("out", None)) is not None:
-        if on_cpu and not out.flags.writeable:
-            raise ValueError("out must be writable, got a read-only array")
-        for name, array in given.items():
-            if overlap(memory_of(out), memory_of(array)):
-                raise ValueError(f"out must not overlap an input, got an array that shares memory with {name}")
+    if on_cpu and call.out is not None and not call.out.flags.writeable:
+        raise ValueError("out must be writable, got a read-only array")
+    refuse_overlap(call, memory_of)
     device = None if on_cpu else device_info(call.q.device.id)
     return Planned(problem, plan.choose(problem, device, config), device)
+
+
+def refuse_overlap(call: Call, memory: Callable[[Any], Memory]) -> None:
+    """`out` is written while the inputs are still read."""
+    if call.out is None:
+        return
+    written = memory(call.out)
+    for name, array in zip(call._fields[:-1], call[:-1], strict=True):
+        if array is not None and overlap(written, memory(array)):
+            raise ValueError(f"out must not overlap an input, got an array that shares memory with {name}")
 
 
 # ---- the CPU ----
@@ -215,8 +235,8 @@ def attend_gpu(kind: CupyKind, call: Call, options: Options, return_lse: bool, c
     q, out = call.q, call.out
     if out is None:
         out = kind.new(known.out_shape, known.dtype, q)
-    elif any(overlap(kind.memory(out), kind.memory(array)) for array in call[:-1] if array is not None):
-        plan_call(call.viewed_by(kind), options, config)  # says which
+    else:
+        refuse_overlap(call, kind.memory)
     lse = kind.new(known.lse_shape, known.lse_dtype, q) if return_lse else None
     if known.launch is not None:
         order = (q, call.k, call.v, out, lse, call.mask, call.bias, call.q_lengths, call.kv_lengths)
@@ -226,6 +246,7 @@ def attend_gpu(kind: CupyKind, call: Call, options: Options, return_lse: bool, c
 
 def attend_strided(kind: CupyKind, call: Call, options: Options, return_lse: bool, config: Any) -> Any:
     """`attend_gpu` where q, k, v or `out` are not contiguous along their last axis: on contiguous copies."""
+    refuse_overlap(call, kind.memory)
     views = call.viewed_by(kind)
     computed = attend_gpu(CUPY, contiguous(views), options, return_lse, config)
     out, lse = computed if return_lse else (computed, None)

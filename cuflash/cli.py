@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -161,8 +162,10 @@ def read_array(path: Path) -> NDArray[Any]:
             array: NDArray[Any] = np.lib.format.read_array(file, allow_pickle=False)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from error
-    except (ValueError, EOFError) as error:
-        raise UsageError(f"{path}: {error}") from error
+    except (UsageError, MemoryError):
+        raise
+    except Exception as error:  # whatever NumPy's reader of headers trips over
+        raise UsageError(f"{path}: not a .npy file that can be read: {error}") from error
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
@@ -175,34 +178,48 @@ def read_floats(path: Path, dtype: str | None, keep: str | None = None) -> NDArr
         return array.view(BFLOAT16)
     if array.dtype.kind != "f":
         raise UsageError(f"{path}: must hold floating point numbers, holds {array.dtype}")
-    if dtype is None or keep == array.dtype:
+    if dtype is None or (keep is not None and array.dtype == keep):
         return array
-    try:
-        with np.errstate(over="raise"):
-            return array.astype(BFLOAT16 if dtype == "bfloat16" else dtype)
-    except FloatingPointError as error:
-        raise UsageError(f"{path}: holds values beyond the range of {dtype}") from error
+    with np.errstate(over="ignore"):
+        converted = array.astype(BFLOAT16 if dtype == "bfloat16" else dtype)
+    if np.any(np.isinf(converted) & ~np.isinf(array)):
+        raise UsageError(f"{path}: holds values beyond the range of {dtype}")
+    return converted
 
 
 def write_arrays(arrays: Sequence[tuple[Path, NDArray[Any]]]) -> None:
     """Write .npy files, each whole or not at all. bfloat16 is written as uint16."""
-    temporaries = [path.with_name(f".{path.name}.{os.getpid()}.tmp") for path, _ in arrays]
+    written: list[tuple[Path, Path]] = []
     try:
-        for temporary, (_, array) in zip(temporaries, arrays, strict=True):
-            with temporary.open("xb") as file:
+        for path, array in arrays:
+            target = path.resolve()  # what a link points to is written, not the link
+            with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
+                written.append((Path(file.name), target))
                 np.save(file, array.view(np.uint16) if array.dtype == BFLOAT16 else array, allow_pickle=False)
-        for temporary, (path, _) in zip(temporaries, arrays, strict=True):
-            temporary.replace(path)
+        for temporary, target in written:
+            temporary.chmod(0o666 & ~current_umask())
+            temporary.replace(target)
     finally:
-        for temporary in temporaries:
+        for temporary, _ in written:
             temporary.unlink(missing_ok=True)
+
+
+def current_umask() -> int:
+    """The permissions that new files do not get."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _check_outputs(paths: Sequence[Path]) -> None:
     """Refuse what could not be written, before anything is computed."""
     for path in paths:
+        if "\0" in str(path):
+            raise UsageError(f"{path!r}: not the name of a file")
         if path.is_dir():
             raise UsageError(f"{path}: is a folder, not a file to write")
+        if path.exists() and not path.is_file():
+            raise UsageError(f"{path}: is not a regular file, and is not written to")
         if not path.parent.is_dir():
             raise UsageError(f"{path}: there is no folder {path.parent}")
     if len({path.resolve() for path in paths}) < len(paths):

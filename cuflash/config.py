@@ -208,9 +208,9 @@ PANEL_COLUMNS = 64
 SWIZZLE_BYTES = 1024  # where a swizzled tile is aligned to
 MEGABYTE = 1 << 20
 
-# Registers of a producer and a consumer thread by consumer warpgroups; (0, 0) leaves them as they are. A launch gives a
-# thread 65536 / threads registers, rounded down to a multiple of 8, and no more than that in all can be shared out anew.
-WGMMA_REGISTERS = {1: (0, 0), 2: (40, 232), 3: (32, 160), 4: (24, 112)}
+# Registers of a producer and a consumer thread by consumer warpgroups; (0, 0) leaves them as they are. A launch gives
+# every thread 65536 / threads of them, rounded down to a multiple of 8; no more than that in all is there to share out.
+WGMMA_REGISTERS = {1: (0, 0), 2: (40, 232), 3: (32, 160), 4: (32, 112)}
 
 
 @dataclass(frozen=True)
@@ -232,6 +232,8 @@ class WgmmaConfig:
     speculative : bool
         Whether a row keeps its reference maximum until its sums show that it must be raised, instead of looking at the
         maximum of every tile.
+    ahead : int
+        How many weights of a thread, of ``b_c / 2``, are computed at least while the product of the tile before still runs.
     section_mb : int
         How many megabytes of K and V are worked on at a time where rows differ in length, so that they stay in L2.
     """
@@ -242,6 +244,7 @@ class WgmmaConfig:
     q_stages: int = 1
     ping_pong: bool = True
     speculative: bool = True
+    ahead: int = 16
     section_mb: int = 32
 
     family: ClassVar[str] = "wgmma"
@@ -276,6 +279,7 @@ class WgmmaConfig:
             "kConsumerRegisters": consumer,
             "kPingPong": self.ping_pong,
             "kSpeculative": self.speculative,
+            "kAhead": self.ahead,
         }
 
     def shared_bytes(self, spec: Spec) -> int:
@@ -298,6 +302,8 @@ class WgmmaConfig:
             return f"consumers must be 1 to {max(WGMMA_REGISTERS)}, got {self.consumers}"
         if self.b_c % 16 or self.b_c > 256:
             return f"b_c must be a multiple of 16 up to 256, got {self.b_c}"
+        if isinstance(self.ahead, bool) or self.ahead not in range(0, self.b_c // 2 + 1, 4):
+            return f"ahead must be a multiple of 4 from 0 to b_c / 2 = {self.b_c // 2}, got {self.ahead}"
         if self.ping_pong and self.consumers == 1:
             return "ping_pong needs two consumers or more, got 1"
         if (needed := self.shared_bytes(spec)) > device.shared_bytes:
@@ -343,4 +349,4 @@ def require_positive(config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{type(config).__name__}.{name} must be a positive integer, got {value!r}")
+            raise ValueError(f"{type(config).__name__}.{name} must be a positive int, got {value!r}")

@@ -230,7 +230,8 @@ def _is_own(status: os.stat_result) -> bool:
 def _is_intact(path: Path) -> bool:
     """Whether `path` is a regular file of the user's own that holds what its name says."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0))
+        flags = ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY")  # no link, no pipe that never opens; each where it exists
+        descriptor = os.open(path, os.O_RDONLY | sum(getattr(os, flag, 0) for flag in flags))
     except OSError:
         return False
     try:

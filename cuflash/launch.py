@@ -55,14 +55,21 @@ class Launch:
         `addresses` are those of `ADDRESSES` in order, 0 for what is absent.
         """
         for offset in self.offsets:
-            shifted = addresses if offset is NO_OFFSET else map(int.__add__, addresses, offset)
-            block = np.void(ADDRESS_BLOCK.pack(*shifted) + self.sizes)
+            block = np.void(ADDRESS_BLOCK.pack(*shift(addresses, offset)) + self.sizes)
             self.function((self.grid,), (self.threads,), (block,), self.shared_bytes, stream)
 
 
 NO_OFFSET = (0,) * len(ADDRESSES)
 
-# What WgmmaParams of kernels_cu/forward_wgmma.cu adds to the parameter block: three tensor maps before it, and this behind.
+
+def shift(addresses: Sequence[int], offset: Sequence[int]) -> Sequence[int]:
+    """The addresses of one of several launches; what is absent, 0, stays so."""
+    if offset is NO_OFFSET:
+        return addresses
+    return [address + step if address else 0 for address, step in zip(addresses, offset, strict=True)]
+
+
+# What WgmmaParams of kernels_cu/forward_wgmma.cu adds to the parameter block: three tensor maps before it, this behind.
 SCHEDULE_BLOCK = struct.Struct("<Q2i48x")  # up to a multiple of 64 bytes, the alignment of a map
 
 
@@ -91,7 +98,7 @@ class WgmmaLaunch:
         """Launch on the current device and on `stream`, as `Launch` does."""
         pointer = current_stream_pointer() if stream is None else stream.ptr
         for offset in self.offsets:
-            shifted = addresses if offset is NO_OFFSET else [a + b for a, b in zip(addresses, offset, strict=True)]
+            shifted = shift(addresses, offset)
             maps = [own.at(address) for own, address in zip(self.maps, shifted[:3], strict=True)]
             counter = self.counters.next(pointer)
             block = np.void(wgmma_block(maps, shifted, self.sizes, counter, self.tiles, self.section))
@@ -162,8 +169,9 @@ def batch_strides(problem: Problem) -> dict[str, tuple[int, ...]]:
 def split_batch(problem: Problem) -> tuple[int, dict[str, int], list[dict[str, int]]]:
     """The batch of one launch, its strides, and the offsets (in elements) of every launch."""
     extents, merged = merge_batch_axes(problem.batch, batch_strides(problem))
-    inner = extents.pop() if extents else 1
-    steps = {name: own.pop() if own else 0 for name, own in merged.items()}
+    longest = extents.index(max(extents)) if extents else None
+    inner = 1 if longest is None else extents.pop(longest)
+    steps = {name: 0 if longest is None else own.pop(longest) for name, own in merged.items()}
     offsets = [
         {name: sum(i * s for i, s in zip(index, own, strict=True)) for name, own in merged.items()}
         for index in itertools.product(*map(range, extents))

@@ -127,7 +127,7 @@ def packed_if_it_pays(config: MmaConfig, problem: Problem) -> MmaConfig:
     def rows_used(rows: int) -> float:
         return rows / (-(-rows // config.b_r) * config.b_r)
 
-    pays = group > 1 and rows_used(problem.n_q) < PACKING_PAYS * rows_used(problem.n_q * group)
+    pays = group > 1 and problem.n_q > 0 and rows_used(problem.n_q) < PACKING_PAYS * rows_used(problem.n_q * group)
     return replace(config, pack_gqa=True) if pays else config
 
 

@@ -13,12 +13,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 ITEM_BYTES = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
 LAYOUTS = ("bhnd", "bnhd")
+DIAGONALS = ("bottom-right", "top-left")
 MAX_HEAD_DIM = 256
 MAX_SEQLEN = 2**29  # row + diagonal + window stays within 32 bits
 VECTOR_BYTES = 16
+LARGEST = {"float32": float(np.finfo(np.float32).max), "float64": float(np.finfo(np.float64).max)}
+SOFTCAPS = (1e-30, 1e30)  # beyond, a score over the cap leaves float32
 
 
 class Operand(NamedTuple):
@@ -166,15 +171,23 @@ def broadcast_batch(operands: Sequence[Operand]) -> tuple[int, ...]:
     return tuple(batch)
 
 
-def read_scale(scale: Any, d: int) -> float:
+def as_float(number: numbers.Real) -> float:
+    """The number as a float, infinite where it is beyond them."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf
+
+
+def read_scale(scale: Any, d: int, accumulator: str) -> float:
     """`scale`, by default 1/sqrt(D)."""
     if scale is None:
         return 1.0 / math.sqrt(d)
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(f"scale must be a real number or None, got {type(scale).__name__}")
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
-    return float(scale)
+    if not abs(as_float(scale)) <= LARGEST[accumulator]:
+        raise ValueError(f"scale must be a finite {accumulator}, got {scale}")
+    return as_float(scale)
 
 
 def read_softcap(softcap: Any) -> float | None:
@@ -183,14 +196,15 @@ def read_softcap(softcap: Any) -> float | None:
         return None
     if isinstance(softcap, bool) or not isinstance(softcap, numbers.Real):
         raise TypeError(f"softcap must be a positive number or None, got {type(softcap).__name__}")
-    if not 0 < float(softcap) < math.inf:
-        raise ValueError(f"softcap must be positive and finite (None turns it off), got {softcap}")
-    return float(softcap)
+    least, most = SOFTCAPS
+    if not least <= as_float(softcap) <= most:
+        raise ValueError(f"softcap must be positive, {least} to {most} (None turns it off), got {softcap}")
+    return as_float(softcap)
 
 
 def read_window(causal: Any, window: Any, n_q: int, n_k: int) -> tuple[int | None, int | None, bool]:
     """(left, right, bottom_right) of the two options that speak of the diagonal."""
-    if not (isinstance(causal, bool) or causal in ("bottom-right", "top-left")):
+    if not (isinstance(causal, (bool, np.bool_)) or (isinstance(causal, str) and causal in DIAGONALS)):
         raise ValueError(f"causal must be False, True, 'bottom-right' or 'top-left', got {causal!r}")
     left: int | None = None
     right: int | None = None
@@ -210,7 +224,7 @@ def read_window(causal: Any, window: Any, n_q: int, n_k: int) -> tuple[int | Non
         left, right = bounds
     if causal:
         right = 0
-    return left, right, causal != "top-left"
+    return left, right, not (isinstance(causal, str) and causal == "top-left")
 
 
 def read_problem(
@@ -236,7 +250,7 @@ def read_problem(
     TypeError, ValueError
         Naming the argument, what came and what is allowed.
     """
-    if layout not in LAYOUTS:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
     if q.dtype not in DTYPES:
         raise TypeError(f"q must have a dtype of {', '.join(DTYPES)}, got {q.dtype}")
@@ -264,6 +278,10 @@ def read_problem(
     if max(n_q, n_k) >= MAX_SEQLEN:
         raise ValueError(f"sequence lengths must be below 2^29, got N_q = {n_q} and N_k = {n_k}")
 
+    softcap = read_softcap(softcap)
+    scale = read_scale(scale, d, "float64" if q.dtype == "float64" else "float32")
+    if softcap is not None and not abs(scale / softcap) <= LARGEST["float32"]:
+        raise ValueError(f"scale / softcap must be a finite float32, got {scale} and {softcap}")
     batch = broadcast_batch((q, k, v))
     scores = (*batch, h_q, n_q, n_k)
     left, right, bottom_right = read_window(causal, window, n_q, n_k)
@@ -299,7 +317,7 @@ def read_problem(
         out = Operand("out", out_shape, contiguous_strides(out_shape), q.dtype)
     elif out.shape != out_shape or out.dtype != q.dtype:
         raise ValueError(f"out must have shape {out_shape} and dtype {q.dtype}, got {out.shape} and {out.dtype}")
-    elif 0 not in out.shape and any(n > 1 and s == 0 for n, s in zip(out.shape, out.strides, strict=True)):
+    elif repeats_elements(out):
         raise ValueError(f"out must not repeat elements, got strides {out.strides} for shape {out.shape}")
     target = canonical(out, layout)
     strides["out"] = broadcast_strides(target, natural, "(*batch, H_q, N_q, D_v)")
@@ -326,17 +344,27 @@ def read_problem(
         n_k=n_k,
         d=d,
         d_v=d_v,
-        scale=read_scale(scale, d),
+        scale=scale,
         left=left,
         right=right,
         bottom_right=bottom_right,
-        softcap=read_softcap(softcap),
+        softcap=softcap,
         out_shape=out_shape,
         lse_shape=lse_shape,
         strides=strides,
         long_q_lengths=q_lengths is not None and q_lengths.dtype == "int64",
         long_kv_lengths=kv_lengths is not None and kv_lengths.dtype == "int64",
     )
+
+
+def repeats_elements(operand: Operand) -> bool:
+    """Whether two indices may mean one element: some axis steps no further than the axes inside it reach."""
+    reach = 0
+    for step, extent in sorted((abs(s), n) for n, s in zip(operand.shape, operand.strides, strict=True) if n != 1):
+        if step <= reach and 0 not in operand.shape:
+            return True
+        reach += (extent - 1) * step
+    return False
 
 
 def is_aligned(operand: Operand, strides: tuple[int, ...], columns: int) -> bool:

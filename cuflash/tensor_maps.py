@@ -38,7 +38,7 @@ def why_no_tensor_map(problem: Problem) -> str | None:
         return "TMA does not read empty arrays"
     item = ITEM_BYTES[problem.spec.dtype]
     for name, rows in (("q", problem.n_q), ("k", problem.n_k), ("v", problem.n_k)):
-        strides = problem.strides[name]
+        strides = problem.strides[name][: len(problem.batch) + 2]
         if min(strides) < 0 or max(strides) * item >= MAX_STRIDE:
             return f"TMA takes strides from 0 to 2^40 bytes, got {name} with {tuple(s * item for s in strides)}"
         if rows > 1 and strides[-1] == 0:
@@ -50,7 +50,8 @@ def map_layout(problem: Problem, name: str, batch: int, batch_stride: int, box_r
     """The layout of `name`, q, k or v; an axis along which it is broadcast has one element."""
     item = ITEM_BYTES[problem.spec.dtype]
     heads, rows, columns = problem.shapes()[name][-3:]
-    head_stride, row_stride = problem.strides[name][-2:]
+    rank = len(problem.batch)
+    head_stride, row_stride = problem.strides[name][rank : rank + 2]
     axes = ((rows, row_stride), (heads, head_stride), (batch, batch_stride))
     extents = [extent if stride else 1 for extent, stride in axes]
     strides = [stride * item if stride else 16 for _, stride in axes]
@@ -101,7 +102,9 @@ def encode(layout: MapLayout, address: int) -> bytes:
         FILL_WITH_ZEROS,
     )
     if status:
-        raise RuntimeError(f"the CUDA driver refuses a tensor map with error {status}: {layout} at address {address:#x}")
+        raise RuntimeError(
+            f"the CUDA driver refuses a tensor map with error {status}: {layout} at address {address:#x}"
+        )
     return buffer.raw[start : start + MAP_BYTES]
 
 

@@ -6,8 +6,9 @@ import pytest
 
 import cuflash
 from cuflash.device import known_device
+from cuflash.launch import ADDRESSES, batch_strides, pack_sizes, shift, split_batch
 from cuflash.plan import choose, default_config
-from cuflash.problem import Operand, Spec, read_problem
+from cuflash.problem import Operand, Spec, contiguous_strides, read_problem
 
 
 def normal(*shape, dtype=np.float32, seed=0):
@@ -33,15 +34,21 @@ REFUSED = {
     "wide": ({"q": normal(2, 4, 5, 257), "k": normal(2, 2, 7, 257)}, ValueError, "must be 1 to 256, got 257"),
     "wide-v": ({"v": normal(2, 2, 7, 257)}, ValueError, "head dim of v must be at most 256, got 257"),
     "scale-text": ({"scale": "1"}, TypeError, "scale must be a real number or None, got str"),
-    "scale-nan": ({"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
+    "scale-nan": ({"scale": float("nan")}, ValueError, "scale must be a finite float32, got nan"),
+    "scale-beyond-float32": ({"scale": 1e39}, ValueError, r"scale must be a finite float32, got 1e\+39"),
+    "scale-beyond-float64": ({"scale": 10**400}, ValueError, "scale must be a finite float32"),
+    "scale-over-softcap": ({"scale": 1e38, "softcap": 1e-30}, ValueError, "scale / softcap must be a finite float32"),
+    "softcap-huge": ({"softcap": 1e39}, ValueError, r"softcap must be positive, 1e-30 to 1e\+30"),
+    "causal-array": ({"causal": np.array([1, 2])}, ValueError, "causal must be False, True"),
+    "layout-array": ({"layout": np.array([1, 2])}, ValueError, "layout must be one of"),
     "causal-text": ({"causal": "upper"}, ValueError, "False, True, 'bottom-right' or 'top-left', got 'upper'"),
     "causal-number": ({"causal": 1}, ValueError, "causal must be .*, got 1"),
     "window-number": ({"window": 3}, TypeError, r"window must be a pair \(left, right\) or None, got 3"),
     "window-long": ({"window": (1, 2, 3)}, TypeError, "window must be a pair"),
     "window-float": ({"window": (1.0, 2)}, TypeError, "window left must be an integer or None, got 1.0"),
     "window-negative": ({"window": (None, -1)}, ValueError, r"window right must be at least 0 .*, got -1"),
-    "softcap-zero": ({"softcap": 0}, ValueError, r"softcap must be positive and finite \(None turns it off\), got 0"),
-    "softcap-nan": ({"softcap": float("nan")}, ValueError, "softcap must be positive and finite"),
+    "softcap-zero": ({"softcap": 0}, ValueError, r"softcap must be positive, .* \(None turns it off\), got 0"),
+    "softcap-nan": ({"softcap": float("nan")}, ValueError, "softcap must be positive"),
     "softcap-text": ({"softcap": "30"}, TypeError, "softcap must be a positive number or None, got str"),
     "mask-float": ({"mask": np.ones((5, 7), np.float32)}, TypeError, r"dtype bool.*additive values go into bias"),
     "mask-shape": ({"mask": np.ones((6, 7), bool)}, ValueError, r"mask must .* = \(2, 4, 5, 7\), got shape \(6, 7\)"),
@@ -126,6 +133,22 @@ def test_out_must_not_repeat_elements():
         cuflash.attention(Q, K, V, out=out)
 
 
+def test_out_must_not_overlap_itself():
+    out = np.lib.stride_tricks.as_strided(np.empty(200, np.float32), (2, 4, 5, 3), (240, 60, 4, 4))
+    with pytest.raises(ValueError, match=r"out must not repeat elements, got strides \(60, 15, 1, 1\)"):
+        cuflash.attention(Q, K, V, out=out)
+
+
+def test_elements_that_are_not_whole_elements_apart():
+    rows = np.zeros((2, 4, 5), [("flag", "i1"), ("x", "f4", (8,))])
+    rows["x"] = Q
+    assert (cuflash.attention(rows["x"], K, V) == cuflash.attention(Q, K, V)).all()
+    values = np.zeros((2, 4, 5), [("flag", "i1"), ("x", "f4", (3,))])
+    with pytest.raises(ValueError, match="out must have strides that are multiples of its 4-byte elements"):
+        cuflash.attention(Q, K, V, out=values["x"])
+    assert not values["x"].any()
+
+
 def test_nothing_is_written_when_a_call_is_refused():
     out = np.full((2, 4, 5, 3), 7, np.float32)
     with pytest.raises(ValueError, match="window"):
@@ -170,6 +193,7 @@ def test_a_list_is_as_good_a_window_as_a_tuple():
 
 
 def test_numpy_scalars_are_numbers():
+    assert (cuflash.attention(Q, K, V, causal=np.True_) == cuflash.attention(Q, K, V, causal=True)).all()
     cuflash.attention(Q, K, V, scale=np.float32(0.5), softcap=np.float64(3), window=(np.int32(1), None))
 
 
@@ -177,8 +201,7 @@ def test_numpy_scalars_are_numbers():
 
 
 def operand(name, *shape, strides=None, dtype="float16", alignment=16):
-    steps = np.cumprod((1, *shape[:0:-1]))[::-1] if strides is None else strides
-    return Operand(name, shape, tuple(map(int, steps)), dtype, alignment)
+    return Operand(name, shape, contiguous_strides(shape) if strides is None else strides, dtype, alignment)
 
 
 def spec_of(q, k, v, **options):
@@ -231,7 +254,58 @@ def test_sequences_beyond_32_bits_are_refused():
         read_problem(q, q._replace(name="k"), q._replace(name="v"))
 
 
+# ---- the launches ----
+
+
+def random_problem(rng):
+    """A problem on contiguous arrays whose batch axes broadcast in a random way."""
+    batch = tuple(rng.integers(1, 4, size=rng.integers(0, 4)))
+    q, k, v = (tuple(int(n) if rng.random() < 0.6 else 1 for n in batch) for _ in range(3))
+    mask = operand("mask", *(n if rng.random() < 0.6 else 1 for n in (*np.broadcast_shapes(q, k, v), 4, 5, 6)))
+    lengths = operand("kv_lengths", *np.broadcast_shapes(q, k, v), dtype="int64")
+    return read_problem(
+        operand("q", *q, 4, 5, 16), operand("k", *k, 2, 6, 16), operand("v", *v, 2, 6, 16),
+        mask=mask._replace(dtype="bool"), kv_lengths=lengths,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_launches_reach_every_batch_entry_at_its_own_address(seed):
+    problem = random_problem(np.random.default_rng(seed))
+    grid, _, offsets = pack_sizes(problem, 16)
+    batch, steps, _ = split_batch(problem)
+    assert grid == batch * problem.h_q
+    assert batch * len(offsets) == np.prod(problem.batch, initial=1)
+    items = {"q": 2, "k": 2, "v": 2, "out": 2, "lse": 4, "mask": 1, "kv_lengths": 8}
+    strides = batch_strides(problem)
+    wanted = [
+        tuple(sum(i * s for i, s in zip(index, strides[name], strict=True)) * items[name] for name in items)
+        for index in np.ndindex(*problem.batch)
+    ]
+    reached = [
+        tuple(offset[ADDRESSES.index(name)] + i * steps[name] * items[name] for name in items)
+        for offset in offsets
+        for i in range(batch)
+    ]
+    assert sorted(reached) == sorted(wanted)
+
+
+def test_an_absent_array_stays_absent_in_every_launch():
+    problem = read_problem(operand("q", 2, 3, 4, 5, 16), operand("k", 1, 3, 4, 6, 16), operand("v", 2, 1, 4, 6, 16))
+    _, _, offsets = pack_sizes(problem, 16)
+    assert len(offsets) == 2
+    given = [1 << 20 if name in ("q", "k", "v", "out") else 0 for name in ADDRESSES]
+    for offset in offsets:
+        shifted = dict(zip(ADDRESSES, shift(given, offset), strict=True))
+        assert {name for name, address in shifted.items() if address} == {"q", "k", "v", "out"}
+
+
 # ---- the plan ----
+
+
+def test_no_query_rows_in_a_group_of_heads():
+    problem = read_problem(operand("q", 8, 0, 64), operand("k", 2, 5, 64), operand("v", 2, 5, 64))
+    assert choose(problem, known_device("sm_90")).family == "mma"
 
 
 @pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
@@ -257,7 +331,7 @@ def test_a_configuration_that_cannot_run_is_refused_with_the_rule():
 
 @pytest.mark.parametrize("bad", [0, -16, 1.5, "64", True])
 def test_a_configuration_is_made_of_positive_integers(bad):
-    with pytest.raises(ValueError, match=r"SimtConfig\.b_r must be a positive integer"):
+    with pytest.raises(ValueError, match=r"SimtConfig\.b_r must be a positive int"):
         cuflash.SimtConfig(bad, 64, 128, 16)
 
 

@@ -1,5 +1,6 @@
 """The command line: what it prints and writes, and what it says where it cannot."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -204,6 +205,21 @@ def test_truncated_file_is_refused(files, tmp_path, capsys):
     assert "k.npy: " in complaint(capsys, run())
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        "{'descr': '<f4', 'shape': (2,",
+        "{'descr': ('<f4',), 'fortran_order': False, 'shape': (2,)}",
+        "  {",
+        "{1: [], 'a': 2}",
+    ],
+)
+def test_malformed_headers_are_refused(files, tmp_path, capsys, header):
+    text = header.ljust(117).encode() + b"\n"
+    (tmp_path / "k.npy").write_bytes(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(64))
+    assert "k.npy: not a .npy file that can be read" in complaint(capsys, run())
+
+
 def test_pickled_objects_are_never_loaded(files, capsys):
     np.save("k.npy", np.array([print], dtype=object), allow_pickle=True)
     assert "k.npy: " in complaint(capsys, run())
@@ -227,6 +243,25 @@ def test_values_beyond_the_dtype_are_refused(files, capsys):
 def test_arrays_that_do_not_fit_are_refused_by_the_rule_they_break(files, capsys):
     save(k=files["k"][..., :15])
     assert "cuflash run: error: " in complaint(capsys, run())
+
+
+def test_float64_files_are_converted_too(files):
+    save(**{name: x.astype(np.float64) for name, x in files.items()})
+    assert run("--dtype", "float16") == 0
+    assert np.load("o.npy").dtype == np.float16
+
+
+def test_pipes_are_not_replaced(files, tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe")
+    assert "not a regular file" in complaint(capsys, run("--lse", "pipe"))
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_link_stays_a_link_to_the_result(files, tmp_path):
+    (tmp_path / "o.npy").symlink_to("there.npy")
+    assert run() == 0
+    assert (tmp_path / "o.npy").is_symlink()
+    assert np.load("there.npy").shape == np.load("o.npy").shape
 
 
 def test_missing_folder_of_the_result_is_refused(files, capsys):

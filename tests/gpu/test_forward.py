@@ -2,6 +2,7 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import gold
 import numpy as np
@@ -10,6 +11,8 @@ from cases import CASES, VIEWS, make_arrays, random_case
 
 import cuflash
 from cuflash import call, compiler
+from cuflash.device import known_device
+from cuflash.plan import mma_default
 
 cupy = pytest.importorskip("cupy")
 
@@ -60,6 +63,32 @@ def test_case(case):
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[case.id for case in CASES])
 def test_case_with_small_simt_tiles(index):
     run(CASES[index], config=SMALL_TILES[index % len(SMALL_TILES)])
+
+
+OLDER_GPUS = [
+    (case, architecture)
+    for case in CASES
+    for architecture in ("sm_75", "sm_86")
+    if case.dtype == "float16" or (case.dtype != "float64" and architecture != "sm_75")
+]
+
+
+@pytest.mark.parametrize(("case", "architecture"), OLDER_GPUS, ids=lambda x: getattr(x, "id", x))
+def test_case_with_the_tensor_core_tiles_of_an_older_gpu(case, architecture):
+    arrays = {name: on_device(array) for name, array in make_arrays(case).items()}
+    spec = cuflash.explain(**arrays, **case.options).problem.spec
+    run(case, config=mma_default(spec, known_device(architecture)))
+
+
+@pytest.mark.parametrize("group", [3, 8])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_packing_the_heads_of_a_group_changes_no_bit(dtype, group):
+    q = normal((2, 2 * group, 5, 64), dtype)
+    k, v = (normal((2, 2, 300, 64), dtype, seed) for seed in (1, 2))
+    chosen = cuflash.explain(q, k, v, causal=True).config
+    assert chosen.pack_gqa
+    plain = cuflash.attention(q, k, v, causal=True, config=replace(chosen, pack_gqa=False))
+    assert (cuflash.attention(q, k, v, causal=True) == plain).all()
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -250,7 +279,7 @@ def test_out_may_be_interleaved_with_the_inputs_but_not_overlap_them():
 
 def test_numpy_and_cupy_arrays_do_not_mix():
     q = normal((2, 8, 16))
-    with pytest.raises(TypeError, match="one kind, got q cupy and k numpy"):
+    with pytest.raises(TypeError, match=r"one kind, got q cupy \(GPU\) and k numpy \(CPU\)"):
         cuflash.attention(q, cupy.asnumpy(q), q)
 
 
