@@ -12,6 +12,12 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 CACHE = pytest.StashKey[str]()
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--all-variants", action="store_true", help="compile every kernel for every combination, which takes minutes"
+    )
+
+
 def pytest_configure(config):
     """Give the run an empty cache, shared by the workers of pytest-xdist, which inherit the variable."""
     if not hasattr(config, "workerinput"):

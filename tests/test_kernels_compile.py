@@ -9,19 +9,20 @@ pytest.importorskip("cupy")
 from cupy.cuda import nvrtc
 
 from cuflash.compiler import Variant, compile_cubin, kernel_sources, resource_usage
+from cuflash.config import why_not_mma
 from cuflash.device import KNOWN_DEVICES, known_device
-from cuflash.plan import default_config
+from cuflash.plan import mma_default, simt_default
 from cuflash.problem import DTYPES, Spec
 
-CONFIG_OF = {"forward_simt": default_config}
-DTYPES_OF = {"forward_simt": DTYPES}
+CONFIG_OF = {"forward_simt": simt_default, "forward_mma": mma_default}
 HEAD_DIMS = (64, 128, 256)
 ARCHITECTURES = tuple(KNOWN_DEVICES)
 CASES = [
     pytest.param(kernel, architecture, dtype, id=f"{kernel}-{architecture}-{dtype}")
-    for kernel, dtypes in DTYPES_OF.items()
+    for kernel in CONFIG_OF
     for architecture in ARCHITECTURES
-    for dtype in dtypes
+    for dtype in DTYPES
+    if kernel == "forward_simt" or why_not_mma(Spec(dtype, 64, 64), known_device(architecture)) is None
 ]
 
 
@@ -31,28 +32,31 @@ def features(dtype):
     return {}, {"right": True}, {**everything, "bias": dtype}
 
 
-def variants(kernel, architecture, dtype):
-    """One variant per head dim, the features rotating.
+def specs(architecture, dtype, all_of_them):
+    """Each head dim with each of the features; by default with one of them, the features rotating.
 
     They rotate so that any three of architecture, dtype, head dim and features meet in every combination, at a third of
     the compilations of all four.
     """
     offset = ARCHITECTURES.index(architecture) + DTYPES.index(dtype)
-    for number, head_dim in enumerate(HEAD_DIMS):
-        spec = Spec(dtype, head_dim, head_dim, **features(dtype)[(offset + number) % 3])
-        yield Variant(kernel, spec, CONFIG_OF[kernel](spec, known_device(architecture)), architecture)
+    for number, d in enumerate(HEAD_DIMS):
+        some = features(dtype)
+        for chosen in some if all_of_them else [some[(offset + number) % len(some)]]:
+            yield Spec(dtype, d, d, **chosen)
 
 
 def test_every_kernel_is_compiled_here():
     kernels = {name.removesuffix(".cu") for name in kernel_sources() if name.endswith(".cu")}
-    assert kernels == CONFIG_OF.keys() == DTYPES_OF.keys()
+    assert kernels == CONFIG_OF.keys()
 
 
 @pytest.mark.parametrize(("kernel", "architecture", "dtype"), CASES)
-def test_default_tiles_compile_without_spills_advisories_or_warnings(kernel, architecture, dtype):
+def test_default_tiles_compile_without_spills_advisories_or_warnings(kernel, architecture, dtype, request):
     if int(architecture.removeprefix("sm_")) not in nvrtc.getSupportedArchs():
         pytest.skip(f"NVRTC {nvrtc.getVersion()} does not know {architecture}")
-    chosen = list(variants(kernel, architecture, dtype))
+    device = known_device(architecture)
+    wanted = specs(architecture, dtype, request.config.getoption("--all-variants"))
+    chosen = [Variant(kernel, spec, CONFIG_OF[kernel](spec, device), architecture) for spec in wanted]
     with ThreadPoolExecutor(2) as threads:  # NVRTC runs without the GIL
         logs = [compiled.log for compiled in threads.map(compile_cubin, chosen)]
     usage = {str(variant): resource_usage(log) for variant, log in zip(chosen, logs, strict=True)}

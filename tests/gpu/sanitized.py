@@ -11,6 +11,9 @@ import numpy as np
 
 import cuflash
 from cuflash import compiler
+from cuflash.config import why_not_mma
+from cuflash.device import known_device
+from cuflash.plan import mma_default
 
 PROBLEMS = (  # dtype, N_q, N_k, D, options
     ("float32", 65, 70, 64, {}),
@@ -40,7 +43,11 @@ def main() -> None:
         k, v = (cupy.asarray(rng.standard_normal((1, 1, n_k, d)).astype(dtype)) for _ in range(2))
         mask = cupy.asarray(rng.random((n_q, n_k)) < 0.8)
         bias = cupy.asarray(rng.standard_normal((2, 1, n_k)).astype(dtype))
-        configs = (None, cuflash.SimtConfig(32, 32, 128, 16))  # the default: tensor cores where they serve the dtype
+        spec = cuflash.explain(q, k, v, **options).problem.spec
+        device = known_device("sm_80")
+        configs = [None, cuflash.SimtConfig(32, 32, 128, 16)]
+        if why_not_mma(spec, device) is None:
+            configs.append(mma_default(spec, device))
         for config in configs:
             cuflash.attention(q, k, v, **options, return_lse=True, config=config)
             cuflash.attention(q, k, v, **options, mask=mask, bias=bias, config=config)

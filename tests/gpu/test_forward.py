@@ -68,7 +68,7 @@ def test_case_with_small_simt_tiles(index):
 OLDER_GPUS = [
     (case, architecture)
     for case in CASES
-    for architecture in ("sm_75", "sm_86")
+    for architecture in ("sm_75", "sm_80", "sm_86")
     if case.dtype == "float16" or (case.dtype != "float64" and architecture != "sm_75")
 ]
 
@@ -85,10 +85,11 @@ def test_case_with_the_tensor_core_tiles_of_an_older_gpu(case, architecture):
 def test_packing_the_heads_of_a_group_changes_no_bit(dtype, group):
     q = normal((2, 2 * group, 5, 64), dtype)
     k, v = (normal((2, 2, 300, 64), dtype, seed) for seed in (1, 2))
-    chosen = cuflash.explain(q, k, v, causal=True).config
-    assert chosen.pack_gqa
-    plain = cuflash.attention(q, k, v, causal=True, config=replace(chosen, pack_gqa=False))
-    assert (cuflash.attention(q, k, v, causal=True) == plain).all()
+    spec = cuflash.explain(q, k, v, causal=True).problem.spec
+    plain = mma_default(spec, known_device("sm_80"))
+    packed = replace(plain, pack_gqa=True)
+    outputs = [cuflash.attention(q, k, v, causal=True, config=config) for config in (plain, packed)]
+    assert (outputs[0] == outputs[1]).all()
 
 
 @pytest.mark.parametrize("seed", range(300))

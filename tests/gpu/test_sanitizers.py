@@ -16,16 +16,18 @@ pytestmark = [
     pytest.mark.timeout(280),
 ]
 
-SIMT = "forward_simt.cu"
-FAULTS = {
-    "memcheck": ("tile.cuh", "if (row < rows_live && column < columns_live)", "if (true)"),
-    "racecheck": (SIMT, "__syncthreads();  // every warp is done with K", ""),
-    "synccheck": (
-        SIMT,
-        "__syncthreads();  // every warp is done with K",
-        "if (threadIdx.x % 2) { __syncthreads(); } else { __syncthreads(); __nanosleep(1); }",
-    ),
-}
+TOOLS = ("memcheck", "racecheck", "synccheck")
+SIMT_BARRIER = "__syncthreads();  // every warp is done with K"
+MMA_BARRIER = "__syncthreads();                // for every thread"
+DIVERGENT = "if (threadIdx.x % 2) { __syncthreads(); } else { __syncthreads(); __nanosleep(1); } //"
+FAULTS = [  # tool, file, text, replacement
+    ("memcheck", "tile.cuh", "if (row < rows_live && column < columns_live)", "if (true)"),
+    ("racecheck", "forward_simt.cu", SIMT_BARRIER, ""),
+    ("synccheck", "forward_simt.cu", SIMT_BARRIER, DIVERGENT),
+    ("memcheck", "forward_mma.cu", "see.key_length - tile * kBc, p.d_v)", "kBc, p.d_v)"),
+    ("racecheck", "forward_mma.cu", MMA_BARRIER, "//"),
+    ("synccheck", "forward_mma.cu", MMA_BARRIER, DIVERGENT),
+]
 
 
 def sanitize(tool, *fault):
@@ -36,14 +38,15 @@ def sanitize(tool, *fault):
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("tool", FAULTS)
+@pytest.mark.parametrize("tool", TOOLS)
 def test_kernels_are_clean(tool):
     code, log = sanitize(tool)
     assert code == 0, log[-3000:]
     assert "finished" in log
 
 
-@pytest.mark.parametrize("tool", FAULTS)
-def test_a_seeded_fault_is_found(tool):
-    code, log = sanitize(tool, *FAULTS[tool])
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault[0]}-{fault[1].partition('.')[0]}")
+def test_a_seeded_fault_is_found(fault):
+    tool, *where = fault
+    code, log = sanitize(tool, *where)
     assert code == 9, log[-3000:]
