@@ -16,7 +16,8 @@ import cupy
 import numpy as np
 
 import cuflash
-from cuflash import arrays, call, launch
+from cuflash import arrays, call, launch, plan
+from cuflash.device import device_info
 
 FIRST_CALL = """
 import time, numpy as np, cupy, cuflash
@@ -46,17 +47,19 @@ def main() -> None:
     q, k, v = (
         cupy.asarray(np.random.default_rng().standard_normal((1, 2, 128, 64)).astype(np.float16)) for _ in range(3)
     )
-    out = cuflash.attention(q, k, v)
+    config = plan.mma_default(cuflash.explain(q, k, v).problem.spec, device_info(0))  # the same on every GPU
+    out = cuflash.attention(q, k, v, config=config)
     arguments = call.Call(q, k, v)
-    known = call.ready(arrays.CUPY, arguments, call.Options(), False, None)
+    known = call.ready(arrays.CUPY, arguments, call.Options(), False, config)
     addresses = [q.data.ptr, k.data.ptr, v.data.ptr, out.data.ptr, 0, 0, 0, 0, 0]
     block = np.void(launch.ADDRESS_BLOCK.pack(*addresses) + known.launch.sizes)
     made = known.launch
     rows = {
         "cuflash.attention": lambda: cuflash.attention(q, k, v),
+        "cuflash.attention, family mma": lambda: cuflash.attention(q, k, v, config=config),
         "cuflash.attention(out=)": lambda: cuflash.attention(q, k, v, out=out),
         "  kind of the arrays": lambda: call.common_kind(arguments),
-        "  look-up of the signature": lambda: call.ready(arrays.CUPY, arguments, call.Options(), False, None),
+        "  look-up of the signature": lambda: call.ready(arrays.CUPY, arguments, call.Options(), False, config),
         "  allocation": lambda: arrays.CUPY.new(known.out_shape, known.dtype, q),
         "  parameter block and launch": lambda: made(addresses),
         "    CuPy's launch alone": lambda: made.function((made.grid,), (made.threads,), (block,), made.shared_bytes),

@@ -40,7 +40,7 @@ def time_once(run: Callable[[], object], scratch: cupy.ndarray, what: str) -> fl
 
 def interleaved(runs: Mapping[str, Callable[[], object]], rounds: int = 9, warm_up: int = 1) -> dict[str, float]:
     """Median milliseconds of each of `runs`, taken in turn, so that they share clocks and heat."""
-    scratch = cupy.empty(256 * 2**20, cupy.uint8)
+    scratch = cupy.empty(2**30, cupy.uint8)
     for name, run in runs.items():
         for _ in range(warm_up):
             time_once(run, scratch, name)

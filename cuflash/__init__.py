@@ -2,7 +2,7 @@
 
 from cuflash import reference
 from cuflash.api import Explanation, attention, explain, prepare
-from cuflash.config import MmaConfig, NumpyConfig, SimtConfig
+from cuflash.config import MmaConfig, NumpyConfig, SimtConfig, WgmmaConfig
 
 __version__ = "0.1.0"
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "MmaConfig",
     "NumpyConfig",
     "SimtConfig",
+    "WgmmaConfig",
     "__version__",
     "attention",
     "explain",

@@ -95,7 +95,7 @@ def attention(
         Also return the log of the sum of ``e^score`` over each row.
     out : array, optional
         Where to write the result, of its shape and dtype; it must not overlap an input.
-    config : MmaConfig, SimtConfig or NumpyConfig, optional
+    config : WgmmaConfig, MmaConfig, SimtConfig or NumpyConfig, optional
         Kernel family and tile sizes to use instead of the planner's.
 
     Returns

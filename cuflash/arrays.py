@@ -254,6 +254,7 @@ NUMPY, CUPY = NumpyKind(), CupyKind()
 TORCH = {"cpu": TorchCpuKind(), "cuda": TorchCudaKind()}
 JAX = {False: JaxKind(False), True: JaxKind(True)}
 DLPACK: dict[str, DlpackKind] = {}
+KIND_OF_TYPE: dict[type, NumpyKind] = {np.ndarray: NUMPY}  # of types whose arrays are all of one kind
 DLPACK_CUDA = 2
 OVERLAP_EFFORT = 100_000
 
@@ -266,10 +267,14 @@ def kind_of(name: str, array: Any) -> NumpyKind:
     TypeError
         For anything that is not an array of the CPU or of a CUDA device, or that is traced for a derivative.
     """
+    kind = KIND_OF_TYPE.get(type(array))
+    if kind is not None:
+        return kind
     if isinstance(array, np.ndarray):
         return NUMPY
     library = type(array).__module__.partition(".")[0]
     if library == "cupy" and hasattr(array, "data"):
+        KIND_OF_TYPE[type(array)] = CUPY
         return CUPY
     if (torch := sys.modules.get("torch")) and isinstance(array, torch.Tensor):
         if array.requires_grad and torch.is_grad_enabled():

@@ -17,6 +17,8 @@ REGISTERS_PER_THREAD = 255
 REGISTERS_PER_BLOCK = 65536
 MOST_WARPS = 16
 AMPERE = (8, 0)
+FLOAT_BYTES = 4
+RESERVED_BYTES = 1024  # of shared memory, for each block that is resident
 HOPPER = (9, 0)
 
 
@@ -121,6 +123,8 @@ class MmaConfig:
         Whether `cp.async` brings K and V; sm_75 does not have it.
     pack_gqa : bool
         Whether the rows of a tile are those of all query heads that share a head of K and V.
+    tile_sums : bool
+        Whether P V of a tile is summed on its own, because O of very many keys would lose what is added to it.
     """
 
     b_r: int
@@ -133,12 +137,13 @@ class MmaConfig:
     mma_k: int = 16
     async_copy: bool = True
     pack_gqa: bool = False
+    tile_sums: bool = False
 
     family: ClassVar[str] = "mma"
 
     def __post_init__(self) -> None:
         require_positive(self, "b_r", "b_c", "warps", "stages", "min_blocks", "mma_k")
-        for name in ("q_in_registers", "swizzle", "async_copy", "pack_gqa"):
+        for name in ("q_in_registers", "swizzle", "async_copy", "pack_gqa", "tile_sums"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"MmaConfig.{name} must be True or False, got {getattr(self, name)!r}")
 
@@ -161,6 +166,7 @@ class MmaConfig:
             "kMmaK": self.mma_k,
             "kAsyncCopy": self.async_copy,
             "kPackGqa": self.pack_gqa,
+            "kTileSums": self.tile_sums,
         }
 
     def row_bytes(self, columns: int, spec: Spec) -> int:
@@ -169,9 +175,16 @@ class MmaConfig:
         return row if self.swizzle and row % 128 == 0 else row + 16
 
     def shared_bytes(self, spec: Spec) -> int:
-        """Dynamic shared memory of a block: Q and the stages of K and V, whose place O takes in the end."""
+        """Dynamic shared memory of a block: Q, stages of K and V, two tiles' bias; O takes their place in the end."""
         qk, v = self.row_bytes(spec.d, spec), self.row_bytes(spec.d_v, spec)
-        return max(self.b_r * qk + self.stages * self.b_c * (qk + v), self.b_r * v)
+        bias = 0 if spec.bias is None else 2 * self.b_c * FLOAT_BYTES
+        return max(self.b_r * qk + self.stages * self.b_c * (qk + v) + bias, self.b_r * v)
+
+    def resident_warps(self, spec: Spec, device: DeviceInfo) -> int:
+        """Warps that a multiprocessor holds of blocks that use all the registers there are for a thread."""
+        by_shared = (device.shared_bytes + RESERVED_BYTES) // (self.shared_bytes(spec) + RESERVED_BYTES)
+        by_registers = max(REGISTERS_PER_BLOCK // (self.threads * (REGISTERS_PER_THREAD + 1)), self.min_blocks)
+        return self.warps * min(by_shared, by_registers)
 
     def registers(self, spec: Spec) -> int:
         """A lower bound on registers: the accumulators O and S, the row statistics, and Q if it stays."""
@@ -232,8 +245,6 @@ class WgmmaConfig:
     speculative : bool
         Whether a row keeps its reference maximum until its sums show that it must be raised, instead of looking at the
         maximum of every tile.
-    ahead : int
-        How many weights of a thread, of ``b_c / 2``, are computed at least while the product of the tile before still runs.
     section_mb : int
         How many megabytes of K and V are worked on at a time where rows differ in length, so that they stay in L2.
     """
@@ -244,7 +255,6 @@ class WgmmaConfig:
     q_stages: int = 1
     ping_pong: bool = True
     speculative: bool = True
-    ahead: int = 16
     section_mb: int = 32
 
     family: ClassVar[str] = "wgmma"
@@ -279,7 +289,6 @@ class WgmmaConfig:
             "kConsumerRegisters": consumer,
             "kPingPong": self.ping_pong,
             "kSpeculative": self.speculative,
-            "kAhead": self.ahead,
         }
 
     def shared_bytes(self, spec: Spec) -> int:
@@ -302,8 +311,6 @@ class WgmmaConfig:
             return f"consumers must be 1 to {max(WGMMA_REGISTERS)}, got {self.consumers}"
         if self.b_c % 16 or self.b_c > 256:
             return f"b_c must be a multiple of 16 up to 256, got {self.b_c}"
-        if isinstance(self.ahead, bool) or self.ahead not in range(0, self.b_c // 2 + 1, 4):
-            return f"ahead must be a multiple of 4 from 0 to b_c / 2 = {self.b_c // 2}, got {self.ahead}"
         if self.ping_pong and self.consumers == 1:
             return "ping_pong needs two consumers or more, got 1"
         if (needed := self.shared_bytes(spec)) > device.shared_bytes:

@@ -96,20 +96,13 @@ class WgmmaLaunch:
 
     def __call__(self, addresses: Sequence[int], stream: Any = None) -> None:
         """Launch on the current device and on `stream`, as `Launch` does."""
-        pointer = current_stream_pointer() if stream is None else stream.ptr
+        q, k, v = self.maps
         for offset in self.offsets:
             shifted = shift(addresses, offset)
-            maps = [own.at(address) for own, address in zip(self.maps, shifted[:3], strict=True)]
-            counter = self.counters.next(pointer)
+            maps = q.at(shifted[0]), k.at(shifted[1]), v.at(shifted[2])
+            counter = self.counters.next(stream)
             block = np.void(wgmma_block(maps, shifted, self.sizes, counter, self.tiles, self.section))
             self.function((self.grid,), (self.threads,), (block,), self.shared_bytes, stream)
-
-
-def current_stream_pointer() -> int:
-    """The pointer of CuPy's current stream."""
-    from cupy.cuda import get_current_stream
-
-    return int(get_current_stream().ptr)
 
 
 def wgmma_block(

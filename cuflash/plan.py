@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from cuflash.config import MmaConfig, NumpyConfig, SimtConfig, TileConfig, WgmmaConfig, why_not_mma
+from cuflash.config import (
+    MmaConfig,
+    NumpyConfig,
+    SimtConfig,
+    TileConfig,
+    WgmmaConfig,
+    mma_depths,
+    why_not_mma,
+    why_not_wgmma,
+)
 from cuflash.device import DeviceInfo
 from cuflash.problem import ITEM_BYTES, Problem, Spec
 from cuflash.tensor_maps import why_no_tensor_map
@@ -50,43 +59,85 @@ SIMT_DEFAULTS = {
 
 @dataclass(frozen=True)
 class MmaDefault:
-    """A tile configuration of the tensor-core family, and the specs that it is a default for."""
+    """A tile configuration of the tensor-core family, and the specs that it is a default for.
+
+    `most_features` is how many of mask, bias and softcap it has registers for; from compute capability `below` on, the
+    compiler needs more of them, and it is none.
+    """
+
+    max_head_dim: int
+    most_features: int
+    config: MmaConfig
+    below: tuple[int, int] = (99, 0)
+
+    def serves(self, spec: Spec, device: DeviceInfo) -> bool:
+        """Whether `spec` is one of them."""
+        if device.compute_capability >= self.below:
+            return False
+        features = sum((spec.mask, spec.bias is not None, spec.softcap))
+        return max(spec.d, spec.d_v) <= self.max_head_dim and features <= self.most_features
+
+
+BLACKWELL = (10, 0)
+
+# Tiles of the tensor-core family in order of preference, by bytes of an element. The default is the first legal one of
+# which a multiprocessor holds ENOUGH_WARPS, so that one warp's softmax runs under another's products; else the first.
+# A warp with 32 rows reads K and V half as often from shared memory as one with 16, and has no registers to spare. The
+# last ones are for GPUs with less shared memory, and for sm_75. Order: benchmarks/forward_mma.py.
+MMA_DEFAULTS = {
+    2: (
+        MmaDefault(64, 2, MmaConfig(b_r=128, b_c=64, warps=4, q_in_registers=True, swizzle=True)),
+        MmaDefault(96, 2, MmaConfig(b_r=128, b_c=64, warps=4)),
+        MmaDefault(128, 0, MmaConfig(b_r=128, b_c=64, warps=4, swizzle=True), below=BLACKWELL),
+        MmaDefault(128, 1, MmaConfig(b_r=128, b_c=64, warps=4, stages=1, swizzle=True), below=BLACKWELL),
+        MmaDefault(128, 1, MmaConfig(b_r=128, b_c=32, warps=4, stages=1, swizzle=True)),
+        MmaDefault(128, 3, MmaConfig(b_r=128, b_c=64, warps=8, swizzle=True)),
+        MmaDefault(128, 3, MmaConfig(b_r=64, b_c=64, warps=4, stages=1, swizzle=True)),
+        MmaDefault(256, 3, MmaConfig(b_r=128, b_c=64, warps=8, stages=1, swizzle=True)),
+        MmaDefault(256, 3, MmaConfig(b_r=64, b_c=32, warps=4, stages=1, swizzle=True)),
+        MmaDefault(128, 3, MmaConfig(b_r=64, b_c=64, warps=4, stages=1, mma_k=8, async_copy=False)),
+        MmaDefault(256, 3, MmaConfig(b_r=64, b_c=16, warps=4, stages=1, swizzle=True, mma_k=8, async_copy=False)),
+    ),
+    4: (
+        MmaDefault(128, 3, MmaConfig(b_r=64, b_c=32, warps=4, stages=1, min_blocks=2, mma_k=8)),
+        MmaDefault(256, 3, MmaConfig(b_r=64, b_c=16, warps=4, mma_k=8)),
+        MmaDefault(256, 3, MmaConfig(b_r=32, b_c=16, warps=2, stages=1, mma_k=8)),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class WgmmaDefault:
+    """A tile configuration of the Hopper family, and the specs and numbers of keys that it is a default for."""
 
     max_head_dim: int
     lean: bool
-    config: MmaConfig
+    config: WgmmaConfig
+    min_keys: int = 0
 
-    def serves(self, spec: Spec) -> bool:
-        """Whether `spec` is one of them."""
+    def serves(self, spec: Spec, n_k: int) -> bool:
+        """Whether `spec` with `n_k` keys is one of them."""
         is_lean = not (spec.mask or spec.bias or spec.softcap)
-        return max(spec.d, spec.d_v) <= self.max_head_dim and (is_lean or not self.lean)
+        return max(spec.d, spec.d_v) <= self.max_head_dim and (is_lean or not self.lean) and n_k >= self.min_keys
 
 
-# Tiles of the tensor-core family in order of preference, by bytes of an element; the first legal one is the default.
-# Those of a warp with 32 rows read K and V half as often from shared memory as those with 16, and leave no registers
-# for a mask, a bias or a softcap. The last ones are for sm_75. Order: benchmarks/forward_mma.py.
-MMA_DEFAULTS = {
-    2: (
-        MmaDefault(64, lean=True, config=MmaConfig(b_r=128, b_c=64, warps=4, swizzle=True)),
-        MmaDefault(96, lean=True, config=MmaConfig(b_r=128, b_c=64, warps=4)),
-        MmaDefault(128, lean=True, config=MmaConfig(b_r=128, b_c=64, warps=4, swizzle=True)),
-        MmaDefault(128, lean=True, config=MmaConfig(b_r=128, b_c=32, warps=4, swizzle=True)),
-        MmaDefault(128, lean=False, config=MmaConfig(b_r=128, b_c=64, warps=8, swizzle=True)),
-        MmaDefault(128, lean=False, config=MmaConfig(b_r=64, b_c=64, warps=4, stages=1, swizzle=True)),
-        MmaDefault(256, lean=False, config=MmaConfig(b_r=128, b_c=64, warps=8, stages=1)),
-        MmaDefault(256, lean=False, config=MmaConfig(b_r=64, b_c=32, warps=4, stages=1)),
-        MmaDefault(128, lean=False, config=MmaConfig(b_r=64, b_c=64, warps=4, stages=1, mma_k=8, async_copy=False)),
-        MmaDefault(256, lean=False, config=MmaConfig(b_r=64, b_c=16, warps=4, stages=1, mma_k=8, async_copy=False)),
-    ),
-    4: (
-        MmaDefault(128, lean=False, config=MmaConfig(b_r=128, b_c=32, warps=8, mma_k=8)),
-        MmaDefault(128, lean=False, config=MmaConfig(b_r=64, b_c=32, warps=4, stages=1, mma_k=8)),
-        MmaDefault(256, lean=False, config=MmaConfig(b_r=64, b_c=16, warps=4, mma_k=8)),
-        MmaDefault(256, lean=False, config=MmaConfig(b_r=32, b_c=16, warps=2, stages=1, mma_k=8)),
-    ),
-}
+# Tiles of the Hopper family in order of preference; the first legal one is the default. A mask, a bias or a softcap
+# needs registers that narrower tiles leave. Order: benchmarks/forward_wgmma.py.
+WGMMA_DEFAULTS = (
+    WgmmaDefault(64, lean=True, config=WgmmaConfig(3, 128, stages=3), min_keys=2048),
+    WgmmaDefault(64, lean=True, config=WgmmaConfig(2, 128, stages=3, q_stages=2)),
+    WgmmaDefault(128, lean=True, config=WgmmaConfig(2, 128, stages=2, q_stages=2)),
+    WgmmaDefault(192, lean=True, config=WgmmaConfig(2, 96, stages=2)),
+    WgmmaDefault(256, lean=True, config=WgmmaConfig(2, 64, stages=2)),
+    WgmmaDefault(128, lean=False, config=WgmmaConfig(2, 64, stages=3, q_stages=2)),
+    WgmmaDefault(256, lean=False, config=WgmmaConfig(2, 32, stages=2)),
+)
+LARGE_HEAD_DIM = 192  # from which on, with a causal mask, warpgroups are faster if they do not take turns
 NUMPY_DEFAULT = NumpyConfig(b_r=256, b_c=256)
+GPU_FAMILIES = ("wgmma", "mma", "simt")  # in order of preference
+ENOUGH_WARPS = 8
 PACKING_PAYS = 0.9  # packed, a tile must be that much fuller
+MANY_KEYS = 2**17  # beyond it, what tensor cores cut off adds up to more than O may be wrong
 
 
 @dataclass(frozen=True)
@@ -99,17 +150,41 @@ class Choice:
     ruled_out: Mapping[str, str] = field(default_factory=dict)
 
 
-def default_config(spec: Spec, device: DeviceInfo) -> SimtConfig | MmaConfig:
+def default_config(spec: Spec, device: DeviceInfo) -> SimtConfig | MmaConfig | WgmmaConfig:
     """The default family's default tiles: tensor cores wherever they serve `spec`."""
+    if why_not_wgmma(spec, device) is None:
+        return wgmma_default(spec, device)
     return mma_default(spec, device) if why_not_mma(spec, device) is None else simt_default(spec, device)
+
+
+def wgmma_default(spec: Spec, device: DeviceInfo, n_k: int = 0) -> WgmmaConfig:
+    """The default tiles of the Hopper family for `n_k` keys or more."""
+    for default in WGMMA_DEFAULTS:
+        if default.serves(spec, n_k) and default.config.why_illegal(spec, device) is None:
+            takes_turns = max(spec.d, spec.d_v) < LARGE_HEAD_DIM or not spec.right
+            return default.config if takes_turns else replace(default.config, ping_pong=False)
+    raise ValueError(f"no tile configuration of the wgmma family is legal for {spec} on {device.name}")
+
+
+def why_not_wgmma_here(problem: Problem, device: DeviceInfo) -> str | None:
+    """Why the Hopper family does not serve `problem`, or not best; None where it does."""
+    if reason := why_not_wgmma(problem.spec, device):
+        return reason
+    if reason := why_no_tensor_map(problem):
+        return reason
+    if problem.n_k > MANY_KEYS:
+        return f"sums over {problem.n_k} keys in tensor cores lose too much"
+    return None
 
 
 def mma_default(spec: Spec, device: DeviceInfo) -> MmaConfig:
     """The default tiles of the tensor-core family, for query heads that are not packed."""
-    for default in MMA_DEFAULTS[ITEM_BYTES[spec.dtype]]:
-        if default.serves(spec) and default.config.why_illegal(spec, device) is None:
-            return default.config
-    raise ValueError(f"no tile configuration of the mma family is legal for {spec} on {device.name}")
+    deepest = mma_depths(spec, device)[0]
+    serving = [default.config for default in MMA_DEFAULTS[ITEM_BYTES[spec.dtype]] if default.serves(spec, device)]
+    legal = [config for config in serving if config.mma_k == deepest and config.why_illegal(spec, device) is None]
+    if not legal:
+        raise ValueError(f"no tile configuration of the mma family is legal for {spec} on {device.name}")
+    return next((config for config in legal if config.resident_warps(spec, device) >= ENOUGH_WARPS), legal[0])
 
 
 def simt_default(spec: Spec, device: DeviceInfo) -> SimtConfig:
@@ -120,15 +195,19 @@ def simt_default(spec: Spec, device: DeviceInfo) -> SimtConfig:
     raise ValueError(f"no tile configuration of the simt family is legal for {spec} on {device.name}")
 
 
-def packed_if_it_pays(config: MmaConfig, problem: Problem) -> MmaConfig:
-    """`config` with the query heads of a group packed into the rows of a tile, where that fills the tile better."""
+def adapted(config: MmaConfig, problem: Problem) -> MmaConfig:
+    """`config` for the sizes of a problem.
+
+    The query heads of a group are packed into the rows of a tile where that fills it better, and 16-bit products of a
+    tile are summed on their own where there are very many keys.
+    """
     group = problem.h_q // max(problem.h_kv, 1)
 
     def rows_used(rows: int) -> float:
         return rows / (-(-rows // config.b_r) * config.b_r)
 
     pays = group > 1 and problem.n_q > 0 and rows_used(problem.n_q) < PACKING_PAYS * rows_used(problem.n_q * group)
-    return replace(config, pack_gqa=True) if pays else config
+    return replace(config, pack_gqa=pays, tile_sums=problem.n_k > MANY_KEYS and ITEM_BYTES[problem.spec.dtype] == 2)
 
 
 def choose(problem: Problem, device: DeviceInfo | None, config: object = None) -> Choice:
@@ -141,16 +220,22 @@ def choose(problem: Problem, device: DeviceInfo | None, config: object = None) -
     """
     if device is None:
         if config is None:
-            not_here = dict.fromkeys(("mma", "simt"), "the arrays are in the memory of the CPU")
+            not_here = dict.fromkeys(GPU_FAMILIES, "the arrays are in the memory of the CPU")
             return Choice("numpy", NUMPY_DEFAULT, "default", not_here)
         if not isinstance(config, NumpyConfig):
             raise TypeError(f"config must be a NumpyConfig for arrays of the CPU, got {config!r}")
-        return Choice("numpy", config, "the caller", dict.fromkeys(("mma", "simt"), "config asks for numpy"))
+        return Choice("numpy", config, "the caller", dict.fromkeys(GPU_FAMILIES, "config asks for numpy"))
     ruled_out = {"numpy": "the arrays are in the memory of a GPU"}
     if config is None:
+        not_wgmma = why_not_wgmma_here(problem, device)
+        if not_wgmma is None:
+            others = dict.fromkeys(("mma", "simt"), "wgmma serves the call")
+            hopper = wgmma_default(problem.spec, device, problem.n_k)
+            return Choice("wgmma", hopper, "default", {**ruled_out, **others})
+        ruled_out["wgmma"] = not_wgmma
         if reason := why_not_mma(problem.spec, device):
             return Choice("simt", simt_default(problem.spec, device), "default", {**ruled_out, "mma": reason})
-        chosen = packed_if_it_pays(mma_default(problem.spec, device), problem)
+        chosen = adapted(mma_default(problem.spec, device), problem)
         return Choice("mma", chosen, "default", {**ruled_out, "simt": "tensor cores serve the call"})
     if not isinstance(config, (SimtConfig, MmaConfig, WgmmaConfig)):
         raise TypeError(f"config must be a SimtConfig, MmaConfig or WgmmaConfig for arrays of a GPU, got {config!r}")
@@ -159,5 +244,5 @@ def choose(problem: Problem, device: DeviceInfo | None, config: object = None) -
         reason = why_no_tensor_map(problem)
     if reason is not None:
         raise ValueError(f"config is not legal here: {reason}; {config}")
-    other = "simt" if config.family == "mma" else "mma"
-    return Choice(config.family, config, "the caller", {**ruled_out, other: f"config asks for {config.family}"})
+    others = {family: f"config asks for {config.family}" for family in GPU_FAMILIES if family != config.family}
+    return Choice(config.family, config, "the caller", {**ruled_out, **others})

@@ -32,15 +32,11 @@ __device__ __forceinline__ double exp_of(double x) { return exp(x); }
 __device__ __forceinline__ float max_of(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ double max_of(double a, double b) { return fmax(a, b); }
 
-// tanh, accurate also near 0, where the LSE needs it. For 16-bit elements it is made of two parts, so that a kernel can leave out the
-// second, which is the dearer, where no argument needs it.
-constexpr float kTanhSmall = 0.5f;
-__device__ __forceinline__ float tanh_of_small(float x) {  // |x| < kTanhSmall: to 2^-26
+// tanh, accurate also near 0, where the LSE needs it: for 16-bit elements a series up to kTanhSmall, to 2^-25.
+constexpr float kTanhSmall = 0.5f, kTanh3 = -0.33333136f, kTanh5 = 0.13325711f, kTanh7 = -0.053034651f, kTanh9 = 0.017219860f;
+__device__ __forceinline__ float tanh_of_small(float x) {
   const float square = x * x;
-  float series = fmaf(0.017219860f, square, -0.053034651f);
-  series = fmaf(series, square, 0.13325711f);
-  series = fmaf(series, square, -0.33333136f);
-  return fmaf(x * square, series, x);
+  return fmaf(x * square, fmaf(fmaf(fmaf(kTanh9, square, kTanh7), square, kTanh5), square, kTanh3), x);
 }
 __device__ __forceinline__ float tanh_of_large(float x) {  // to 2^-22 elsewhere
   constexpr float kTwiceLog2E = 2 * kLog2E;

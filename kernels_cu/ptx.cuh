@@ -7,6 +7,7 @@ using u16 = unsigned short;
 using u32 = unsigned int;
 using i32 = int;
 using i64 = long long;
+using u64 = unsigned long long;
 
 struct half_t { u16 bits; };  // IEEE binary16
 struct bf16_t { u16 bits; };  // the upper half of an IEEE binary32
@@ -121,4 +122,66 @@ __device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const u32 (&a)[4
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// ---- Hopper: barriers in shared memory, the tensor memory accelerator (TMA), warpgroups ----
+struct alignas(64) TensorMap { u64 opaque[16]; };  // how an array and a box of it lie in device memory; made by the host
+
+// A barrier's phase ends when as many arrivals as it was made for have come, and all bytes that were announced.
+__device__ __forceinline__ void mbarrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive_if(u32 barrier, bool arrives) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%0];\n}" ::"r"(barrier),
+      "r"(static_cast<u32>(arrives))
+      : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {  // until the phase of this parity has ended
+  asm volatile(
+      "{\n.reg .pred p;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// Copies the map's box at (x, y, z, w), zeros where it leaves the array, and reports its bytes to the barrier.
+__device__ __forceinline__ void tma_load_4d(u32 smem, const TensorMap* map, u32 barrier, i32 x, i32 y, i32 z, i32 w, u64 cache_policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2], %7;" ::"r"(smem),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "l"(cache_policy)
+      : "memory");
+}
+__device__ __forceinline__ void prefetch_tensormap(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
+// What this thread did in shared memory comes before what TMA and wgmma will do there.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Named barriers, 1 to 15: `threads` threads meet, of which those that only arrive do not wait.
+__device__ __forceinline__ void bar_sync(i32 barrier, i32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
+__device__ __forceinline__ void bar_arrive(i32 barrier, i32 threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Registers of a thread, given back and taken by all warps of a warpgroup
+template <i32 kRegisters> __device__ __forceinline__ void setmaxnreg_dec() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
+template <i32 kRegisters> __device__ __forceinline__ void setmaxnreg_inc() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters)); }
+
+// wgmma works on its own: it is issued after a fence, in groups, and its registers may be touched again after the wait for its group.
+// Its shapes are in wgmma.cuh.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <i32 kPending> __device__ __forceinline__ void wgmma_wait_group() {  // until at most kPending groups are under way
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+template <i32 n> __device__ __forceinline__ void pin(float (&x)[n]) {  // no use of x moves to before this point
+#pragma unroll
+  for (i32 i = 0; i < n; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }

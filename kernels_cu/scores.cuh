@@ -1,6 +1,16 @@
 // Seam 2 of 2: what happens to a score between Q K^T and the softmax: scale, softcap, bias, in this order.
 #pragma once
 
+// softcap tanh(scale x) for |x| < limit, where |scale x| < kTanhSmall
+struct SoftcapSeries {
+  float k1, k3, k5, k7, k9, limit;
+
+  __device__ __forceinline__ float operator()(float x) const {
+    const float square = x * x;
+    return x * fmaf(fmaf(fmaf(fmaf(k9, square, k7), square, k5), square, k3), square, k1);
+  }
+};
+
 struct Scores {
   Real scale, softcap;
   Real scale_log2;  // for a kernel that has no more to do than to scale, and leaves that to the softmax
@@ -17,6 +27,13 @@ struct Scores {
   __device__ __forceinline__ Real operator()(Real dot, i32 row, i32 key) const {
     const Real score = kSoftcap ? softcap * tanh_of(dot * scale) : dot * scale;  // a softcap's scale is scale / softcap
     return kBias ? score + bias_at(row, key) : score;
+  }
+  // For floats; a limit of 0 where the powers of the scale would leave their range, and where a series is too coarse for the elements
+  __device__ __forceinline__ SoftcapSeries softcap_series() const {
+    const float a = static_cast<float>(scale), square = a * a;
+    const float k1 = static_cast<float>(softcap) * a, k3 = k1 * square, k5 = k3 * square, k7 = k5 * square, k9 = k7 * square;
+    const bool serves = sizeof(Element) == 2 && fabsf(k9) < kInfinity && square > 0;
+    return {k1, kTanh3 * k3, kTanh5 * k5, kTanh7 * k7, kTanh9 * k9, serves ? kTanhSmall / fabsf(a) : 0};
   }
   __device__ __forceinline__ Real bias_at(i32 row, i32 key) const { return to_real(bias[row * bias_row + key * bias_column]); }
 };

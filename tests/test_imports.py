@@ -12,8 +12,8 @@ TUNING = PACKAGE.parent / "tuning"
 
 # A module imports only what stands in a layer above its own.
 LAYERS = [
-    {"device", "problem", "cubins"},
-    {"config", "tuned"},
+    {"device", "problem", "cubins", "counters", "wgmma"},
+    {"config", "tuned", "tensor_maps"},
     {"plan", "compiler", "arrays", "reference"},
     {"launch"},
     {"call"},

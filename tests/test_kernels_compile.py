@@ -9,12 +9,13 @@ pytest.importorskip("cupy")
 from cupy.cuda import nvrtc
 
 from cuflash.compiler import Variant, compile_cubin, kernel_sources, resource_usage
-from cuflash.config import why_not_mma
+from cuflash.config import why_not_mma, why_not_wgmma
 from cuflash.device import KNOWN_DEVICES, known_device
-from cuflash.plan import mma_default, simt_default
+from cuflash.plan import mma_default, simt_default, wgmma_default
 from cuflash.problem import DTYPES, Spec
 
-CONFIG_OF = {"forward_simt": simt_default, "forward_mma": mma_default}
+CONFIG_OF = {"forward_simt": simt_default, "forward_mma": mma_default, "forward_wgmma": wgmma_default}
+WHY_NOT = {"forward_simt": lambda spec, device: None, "forward_mma": why_not_mma, "forward_wgmma": why_not_wgmma}
 HEAD_DIMS = (64, 128, 256)
 ARCHITECTURES = tuple(KNOWN_DEVICES)
 CASES = [
@@ -22,7 +23,7 @@ CASES = [
     for kernel in CONFIG_OF
     for architecture in ARCHITECTURES
     for dtype in DTYPES
-    if kernel == "forward_simt" or why_not_mma(Spec(dtype, 64, 64), known_device(architecture)) is None
+    if WHY_NOT[kernel](Spec(dtype, 64, 64), known_device(architecture)) is None
 ]
 
 

@@ -21,16 +21,17 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parent.parent / "kernels_cu"
-TWIN = "ptx.cuh"  # the header that exists twice: it is the one of this folder that a kernel gets
+TWINS = ("ptx.cuh", "wgmma.cuh")  # the headers that exist twice: it is those of this folder that a kernel gets
 
 CORE_FLAGS = ("-shared", "-std=c++17", "-O2", "-fPIC")
 KERNEL_FLAGS = (
-    *("-shared", "-std=c++17", "-g1", "-gdwarf-4", "-fPIC", "-w", "-fno-exceptions"),
-    *("-O1", "-fno-var-tracking", "-fno-tree-loop-optimize"),  # half the time to compile, the same to run
+    *("-shared", "-std=c++17", "-g1", "-gdwarf-4", "-fPIC", "-w", "-Wno-psabi", "-fno-exceptions"),
     *("-fno-strict-aliasing", "-ffp-contract=off"),  # as CUDA has it; and the same numbers on every processor
     # A call before every access to memory, which memory.h takes. The run-time library for it is left out.
     *("-fsanitize=thread", "-nostdlib"),
 )
+OPTIMIZED = ("-O1", "-fno-var-tracking", "-fno-tree-loop-optimize")  # half the time of -O1 to compile, the same to run
+NOT_OPTIMIZED = ("-O0",)
 LIBRARIES = ("-lm", "-lc", "-lgcc", "-Wl,-z,defs")
 INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
 ENTRY = "EMULATED_KERNEL"
@@ -136,7 +137,7 @@ def core_path() -> Path:
     def make(path: Path) -> None:
         run(*CORE_FLAGS, HERE / "emulator.cpp", "-Wl,-z,defs", "-o", path)
 
-    parts = {name: text for name, text in own_texts().items() if name not in (TWIN, "cuda.h")}
+    parts = {name: text for name, text in own_texts().items() if name not in (*TWINS, "cuda.h")}
     return cached(".so", parts | {"flags": repr(CORE_FLAGS)}, make)
 
 
@@ -147,22 +148,29 @@ def kernel_texts() -> Mapping[str, str]:
 
 
 def included(file: str, texts: Mapping[str, str]) -> dict[str, str]:
-    """`file` and what it includes, but for the header that has a twin."""
+    """`file` and what it includes, but for the headers that have twins."""
     found: dict[str, str] = {}
     wanted = [file]
     while wanted:
         name = wanted.pop()
-        if name not in found and name != TWIN:
+        if name not in found and name not in TWINS:
             found[name] = texts[name]
             wanted += INCLUDE.findall(texts[name])
     return found
 
 
-def build(file: str, variant: str = "", texts: Mapping[str, str] | None = None, kernel: str | None = None) -> Kernel:
+def build(
+    file: str,
+    variant: str = "",
+    texts: Mapping[str, str] | None = None,
+    kernel: str | None = None,
+    optimized: bool = True,
+) -> Kernel:
     """Compile the kernel file `file`.cu, unless the cache has it.
 
     `variant` is the text of variant.cuh, and `texts` all other files by name, by default those of kernels_cu. The
-    kernel has the name of the file, or is `kernel`, where the file itself says EMULATED_KERNEL for each of its own.
+    kernel has the name of the file, or is `kernel`, where the file itself says EMULATED_KERNEL for each of its own. One
+    that runs for a moment need not be `optimized`.
     """
     texts = kernel_texts() if texts is None else texts
     source = f"{file}.cu"
@@ -170,16 +178,17 @@ def build(file: str, variant: str = "", texts: Mapping[str, str] | None = None, 
     entry = "" if ENTRY in texts[source] else f"{ENTRY}({file});\n"
     files["main.cpp"] = f'#include "{source}"\n#include "cuda.h"\n{entry}'
     core = core_path()
+    flags = (*KERNEL_FLAGS, *(OPTIMIZED if optimized else NOT_OPTIMIZED))
 
     def make(path: Path) -> None:
         with tempfile.TemporaryDirectory(prefix="cuflash-emulator-build-") as temporary:
             folder = Path(temporary)
             for each, text in files.items():
                 (folder / each).write_text(text)
-            run(*KERNEL_FLAGS, "main.cpp", "-I", HERE, core, *LIBRARIES, "-o", path, folder=folder)
+            run(*flags, "main.cpp", "-I", HERE, core, *LIBRARIES, "-o", path, folder=folder)
 
-    twins = {f"emulator/{each}": own_texts()[each] for each in (TWIN, "cuda.h", "emulator.h")}
-    path = cached(".so", files | twins | {"flags": repr((KERNEL_FLAGS, LIBRARIES)), "core": core.name}, make)
+    twins = {f"emulator/{each}": own_texts()[each] for each in (*TWINS, "cuda.h", "emulator.h")}
+    path = cached(".so", files | twins | {"flags": repr((flags, LIBRARIES)), "core": core.name}, make)
     return load(kernel or file, path, core)
 
 

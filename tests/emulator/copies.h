@@ -27,7 +27,7 @@ void copy_async(u32 shared, const void* global, u32 bytes, u32 bytes_read) {
   ++machine.statistics.copies;
   memset(to, kPoison, bytes);
   if (machine.options.watched)
-    for_cells(static_cast<u32>(to - block.shared), bytes, [&](u32 cell, u32) { block.written[cell].pending = true; });
+    for_cells(static_cast<u32>(to - block.shared), bytes, [&](u32 cell, u32) { block.written[cell].holds = Holds::copy; });
   self.copies.push_back({self.copy_group, to, from, bytes, bytes_read, false, caller});
   if (machine.options.asynchronous == Asynchronous::at_issue) complete(self.copies.back());
 }

@@ -7,6 +7,7 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline __attribute__((always_inline))
+#define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __restrict__
@@ -62,6 +63,8 @@ __forceinline__ i32 __all_sync(u32 mask, i32 predicate, emulator::Site site = em
   return emulator::vote(mask, predicate != 0, site) == mask;
 }
 __forceinline__ void __trap(emulator::Site site = emulator::here()) { emulator::trap(site); }
+
+__forceinline__ u32 atomicInc(u32* address, u32 limit) { return emulator::atomic_inc(address, limit); }
 
 // ---- bits ----
 __forceinline__ float __int_as_float(i32 x) { return emulator::bits_of<float>(x); }

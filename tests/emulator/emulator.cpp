@@ -2,12 +2,11 @@
 //
 // Each CUDA thread is a fiber, which runs until it meets others: at a barrier, in a shuffle, a vote, ldmatrix or mma.sync. So a schedule
 // is the order in which fibers go on, and every launch option that concerns it is an adversary: what a kernel computes must not
-// depend on any of them. Every load and store is checked on the way (memory.h), asynchronous copies are done as early or as late as
-// the rules allow (copies.h), and what cannot go on is told as a deadlock (scheduler.h).
+// depend on any of them. Every load and store is checked on the way (memory.h), asynchronous copies (copies.h), TMA (tma.h) and wgmma
+// (wgmma.h) do their work as early or as late as the rules allow, and what cannot go on is told as a deadlock (scheduler.h).
 //
 // Not modelled: time, caches and bank conflicts; the memory model beyond the order that barriers make; how approximate functions and
-// tensor cores round; atomics, clusters, static __shared__ variables.
-#include "matrices.h"
+// tensor cores round; clusters, static __shared__ variables, descriptors with a base offset.
 #include "scheduler.h"
 
 namespace emulator {
@@ -33,6 +32,9 @@ extern "C" const char* emulator_launch(const emulator::Kernel* kernel, const voi
   machine.random.seed(options->seed);
   machine.statistics = {};
   machine.report.clear();
+  machine.work.clear();
+  machine.issuer = nullptr;
+  machine.may_change_nothing = false;
   running = nullptr;
   try {
     check_options(*options);
@@ -40,6 +42,7 @@ extern "C" const char* emulator_launch(const emulator::Kernel* kernel, const voi
   } catch (const Failure&) {
     running = nullptr;
   }
+  machine.work.clear();
   machine.blocks.clear();
   *statistics = machine.statistics;
   return machine.report.empty() ? nullptr : machine.report.c_str();

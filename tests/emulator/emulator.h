@@ -50,6 +50,30 @@ void copy_async(u32 shared, const void* global, u32 bytes, u32 bytes_read);
 void commit_copies();
 void wait_for_copies(u32 pending);
 
+// mbarriers, fence.proxy.async and setmaxnreg (mbarriers.h)
+void mbarrier_init(u32 address, u32 arrivals, Site site);
+void fence_mbarrier_init();
+void mbarrier_arrive(u32 address);
+void mbarrier_arrive_expect_tx(u32 address, u32 bytes);
+void mbarrier_wait(u32 address, u32 parity, Site site);
+void fence_proxy_async();
+void set_registers(u32 count, bool more, Site site);
+
+// TMA (tma.h)
+struct Coordinates {
+  i32 x[5];
+};
+void tma_load(u32 shared, const void* map, u32 rank, u32 mbarrier, Coordinates at);
+
+// wgmma (wgmma.h). `a` null: A is in shared memory. What escapes by address is watched: a thread may not use it too early.
+void wgmma(float* d, const u32* a, u64 a_descriptor, u64 b_descriptor, u32 n, bool accumulate, bool transposed, bool is_bf16, Site site);
+void wgmma_fence();
+void wgmma_commit_group(Site site);
+void wgmma_wait_group(u32 pending, Site site);
+
+// Device memory (memory.h)
+u32 atomic_inc(u32* address, u32 limit);
+
 // ldmatrix and mma.sync (matrices.h). By value: what escapes by address is watched like memory, access by access.
 struct Words2 {
   u32 x[2];

@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +18,8 @@ from emulator.build import Kernel
 MARGIN = 1 << 20  # between arrays lies memory that is never touched, and so takes no room
 POISON = 0xFF  # these bytes are a NaN in every format
 VECTOR = 16
+PARAMS_ALIGNMENT = 64
+TWIN_LINES = ("cuda.h:", "ptx.cuh:", "wgmma.cuh:", "?")  # of the emulator, not of a kernel
 
 
 class EmulatorError(Exception):
@@ -109,6 +111,8 @@ class Statistics:
     accesses: int
     multiplications: int
     copies: int
+    loads: int
+    warpgroup_multiplications: int
 
 
 class _Entry(ctypes.Structure):
@@ -133,7 +137,7 @@ class _Region(ctypes.Structure):
 
 
 class _Statistics(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint64) for name in ("switches", "accesses", "multiplications", "copies")]
+    _fields_ = [(field.name, ctypes.c_uint64) for field in fields(Statistics)]
 
 
 def launch(
@@ -177,10 +181,13 @@ def launch(
         *(_Region(x.name.encode(), x.lowest_address, x.bytes, writes.index(x.writes)) for x in arrays)
     )
     statistics = _Statistics()
+    memory = ctypes.create_string_buffer(len(params) + PARAMS_ALIGNMENT)
+    first = -ctypes.addressof(memory) % PARAMS_ALIGNMENT
+    memory[first : first + len(params)] = params
     kernel.core.emulator_launch.restype = ctypes.c_char_p
     report = kernel.core.emulator_launch(
         ctypes.c_void_p(kernel.entry),
-        params,
+        ctypes.c_void_p(ctypes.addressof(memory) + first),
         ctypes.byref(options),
         regions,
         ctypes.c_uint64(len(arrays)),
@@ -190,7 +197,7 @@ def launch(
         raise EmulatorError(with_lines(report.decode(), kernel))
     for array in arrays:
         array.check_gaps()
-    return Statistics(statistics.switches, statistics.accesses, statistics.multiplications, statistics.copies)
+    return Statistics(**{field.name: getattr(statistics, field.name) for field in fields(Statistics)})
 
 
 def with_lines(report: str, kernel: Kernel) -> str:
@@ -200,7 +207,10 @@ def with_lines(report: str, kernel: Kernel) -> str:
         before_return = hex(int(match[1], 16) - 1)  # the address after a call belongs to the next line
         command = ["addr2line", "-i", "-s", "-e", str(kernel.path), before_return]
         lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
-        places = [line.partition(" (")[0] for line in lines if not line.startswith(("cuda.h:", "ptx.cuh:", "?"))]
+        places = [line.partition(" (")[0] for line in lines if not line.startswith(TWIN_LINES)]
         return ", called from ".join(places) or match[0]
 
-    return re.sub(r"<\+(0x[0-9a-f]+)>", look_up, report) if shutil.which("addr2line") else report
+    if shutil.which("addr2line") is None:
+        return report
+    report = re.sub(r"<\+(0x[0-9a-f]+)>", look_up, report)
+    return re.sub(r"(\n  called from |, )<\+0x[0-9a-f]+>$", "", report)  # the emulator's own call of the kernel

@@ -18,7 +18,7 @@ Words4 load_matrices(u32 count, bool transposed, u32 address, Site site) {
   const void* const caller = __builtin_return_address(0);
   const char* const instruction = transposed ? "ldmatrix.trans" : "ldmatrix";
   const u8* const own_row = shared_pointer(address, kMatrixRowBytes, instruction, caller);
-  check_bounds(own_row, kMatrixRowBytes, false, caller);  // of every lane: sm_75 wants valid addresses also where they count for nothing
+  check_bounds(own_row, kMatrixRowBytes, "reads", caller);  // of every lane: sm_75 wants valid addresses also where they count for nothing
   if (running->lane < 8 * count) check_shared(own_row, kMatrixRowBytes, false, caller);
   meet(instruction, site, kWholeWarp, own, [count, transposed, instruction, caller](Operand* const* lanes) {
     for (u32 matrix = 0; matrix < count; ++matrix) {

@@ -11,7 +11,7 @@ from cases import Case
 
 @dataclass(frozen=True)
 class Mutant:
-    """One bug: in `file`, `old` becomes `new`, at every one of `times` places."""
+    """One bug: in `file`, `old` becomes `new` at each of `times` places, and so do the pairs of `also` at one each."""
 
     id: str
     file: str
@@ -19,6 +19,7 @@ class Mutant:
     new: str
     problems: tuple[str, ...]
     times: int = 1
+    also: tuple[tuple[str, str], ...] = ()
 
     def texts(self, originals: Mapping[str, str]) -> dict[str, str]:
         """The kernel files with the bug.
@@ -28,10 +29,13 @@ class Mutant:
         LookupError
             When the text is no longer what the bug was written for.
         """
-        found = originals[self.file].count(self.old)
-        if found != self.times:
-            raise LookupError(f"{self.id} must apply to {self.file} {self.times} times, found {found} of {self.old!r}")
-        return {**originals, self.file: originals[self.file].replace(self.old, self.new)}
+        text = originals[self.file]
+        for old, new, times in ((self.old, self.new, self.times), *((*pair, 1) for pair in self.also)):
+            found = text.count(old)
+            if found != times:
+                raise LookupError(f"{self.id} must apply to {self.file} {times} times, found {found} of {old!r}")
+            text = text.replace(old, new)
+        return {**originals, self.file: text}
 
 
 # Sizes that are no multiple of a tile, several tiles of rows and of keys, two heads to a key head, two batch entries.

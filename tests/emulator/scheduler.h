@@ -3,8 +3,8 @@
 #include <sys/mman.h>
 #include <algorithm>
 #include <map>
-#include "collectives.h"
-#include "copies.h"
+#include "tma.h"
+#include "wgmma.h"
 
 namespace emulator {
 
@@ -21,6 +21,10 @@ inline void leave_kernel(Thread& self) {
   if (!self.copies.empty()) fail("leaves the kernel without waiting for its cp.async issued at " + place(self.copies[0].caller));
   for (const Meeting& meeting : warp.meetings)
     if (meeting.mask >> self.lane & 1) fail(format("leaves the kernel while lanes of its warp wait for it in %s, ", meeting.instruction) + place(meeting.site));
+  if (self.wgmma_waited < self.wgmma_committed) fail("leaves the kernel without waiting for its wgmma");
+  if (!warp.open.empty() || (!warp.handed.empty() && self.wgmma_handed > warp.issued))
+    fail("leaves the kernel with a wgmma that is not committed, issued at " +
+         place(warp.open.empty() ? warp.handed.front().caller : warp.open.front().caller));
   warp.alive &= ~(1u << self.lane);
   warp.ready &= ~(1u << self.lane);
   --block.alive;
@@ -85,6 +89,14 @@ inline void start(Block& block, u64 linear) {
                  static_cast<u32>(linear / options.grid[0] / options.grid[1])};
   block.live = true;
   block.alive = options.threads;
+  block.first_count = block.count;
+  block.mbarriers.clear();
+  block.mbarrier_at.clear();
+  block.repeated.clear();
+  block.products.clear();
+  const u32 registers = std::min(kRegistersPerBlock / options.threads / kRegisterStep * kRegisterStep, kMostRegisters);
+  block.free_registers = 0;
+  std::fill(block.written.begin(), block.written.end(), Touch());
   memset(block.shared, kPoison, options.shared_bytes);
   std::fill(block.initialised.begin(), block.initialised.end(), 0);
   for (Barrier& barrier : block.barriers) barrier = Barrier();
@@ -94,9 +106,35 @@ inline void start(Block& block, u64 linear) {
     thread.now = block.count + 1;
     thread.see(seen);
     thread.copy_group = 0;
+    thread.proxy_fences.clear();
+    thread.registers.clear();
+    thread.doubt.bytes = 0;
+    thread.callers.clear();
+    thread.wgmma_fences = thread.wgmma_handed = thread.wgmma_committed = thread.wgmma_waited = 0;
     thread.fiber.start(thread.stack, kStackBytes, thread_main);
   }
-  for (Warp& warp : block.warps) warp.alive = warp.ready = kWholeWarp;
+  for (Warp& warp : block.warps) {
+    warp.alive = warp.ready = kWholeWarp;
+    warp.registers = registers;
+    warp.issued = warp.products = warp.committed = warp.completed = 0;
+    warp.from = warp.to = nullptr;
+  }
+}
+
+// When all its threads have left
+inline void end(Block& block) {
+  const std::string name = format("block (%u, %u, %u) ends ", block.index.x, block.index.y, block.index.z);
+  if (block.loads) fail(name + format("while %u loads by TMA are under way", block.loads));
+  for (const MemoryBarrier& own : block.mbarriers) {
+    if (own.bytes) fail(name + "with " + name_with_state(own));
+    block.count = std::max(block.count, block.first_count + own.phase);
+  }
+  for (const Warp& warp : block.warps) {
+    const Warp& first = block.warps[warp.number / kWarpgroup * kWarpgroup];
+    if (warp.registers != first.registers)
+      fail(name + format("with different setmaxnreg in warps %u and %u of a warpgroup", first.number, warp.number));
+    block.count = std::max(block.count, block.first_count + warp.committed);
+  }
 }
 
 // ---- rounds ----
@@ -106,6 +144,11 @@ inline void resume(Thread& thread) {
   machine.scheduler.switch_to(thread.fiber);
   running = nullptr;
   if (!machine.report.empty()) throw Failure();
+  if (thread.doubt.bytes) {
+    machine.issuer = &thread;
+    settle_doubt(thread);
+    machine.issuer = nullptr;
+  }
 }
 
 inline u32 next_lane(u32 lanes) {
@@ -129,8 +172,22 @@ inline bool run(Warp& warp) {
       ran = true;
     }
   } while (ahead && warp.ready);
-  if (machine.options.asynchronous == Asynchronous::at_random && machine.random() % 2) complete_some_copy(*warp.block);
+  if (machine.options.asynchronous == Asynchronous::at_random) {
+    if (machine.random() % 2) complete_some_copy(*warp.block);
+    const u32 one_in = 1u << machine.options.seed % 5;  // each seed has its own pace
+    if (!machine.work.empty() && machine.random() % one_in == 0) {
+      do_work(machine.random() % machine.work.size());
+      ran = true;
+    }
+  }
   return ran;
+}
+
+// Where asynchronous work is done at last, nothing else can go on.
+inline bool do_overdue_work() {
+  if (machine.work.empty()) return false;
+  do_work(machine.options.order == Order::reverse ? machine.work.size() - 1 : 0);
+  return true;
 }
 
 // Threads that wait for the same thing are told in one line.
@@ -142,10 +199,14 @@ inline std::string deadlock() {
       if (!(thread.warp->alive >> thread.lane & 1)) continue;
       const Wait& wait = thread.wait;
       std::string what = std::string(wait.what) + " at " + place(wait.site);
-      if (!strcmp(wait.what, "barrier")) {
+      if (!strcmp(wait.what, "mbarrier")) {
+        what = name_with_state(block->mbarriers[static_cast<size_t>(wait.id)]) + format(", for parity %u, at ", wait.parity) + place(wait.site);
+      } else if (!strcmp(wait.what, "barrier")) {
         const Barrier& barrier = block->barriers[wait.id];
         what = format("barrier %d, where %u of %u threads are, at ", wait.id, barrier.arrived, threads_of(*block, barrier)) + place(wait.site);
       }
+      if (!strcmp(wait.what, "wgmma.wait_group"))
+        what += format(", where %u of %u groups are done", thread.warp->completed, thread.wgmma_committed);
       waits[what].push_back(thread.number);
     }
     const dim3 index = block->index;
@@ -173,12 +234,13 @@ inline void run_blocks() {
     bool ran = false;
     if (options.order == Order::random) std::shuffle(order.begin(), order.end(), machine.random);
     for (Warp* warp : order) ran |= run(*warp);
-    if (!ran) {
+    if (!ran && !do_overdue_work()) {
       machine.report = deadlock();
       throw Failure();
     }
     for (const auto& block : machine.blocks) {
       if (!block->live || block->alive) continue;
+      end(*block);
       ++finished;
       block->live = next < total;
       if (block->live) start(*block, next++);

@@ -1,0 +1,364 @@
+// Attention forward for Hopper: float16 and bfloat16 by TMA, mbarriers and wgmma (sm_90a).
+//
+//   S = scale Q K^T,  P = softmax(S),  O = P V,  LSE = m + log l
+//
+// FlashAttention-3, Algorithm 2 (Shah et al. 2024), with a scheduler. As many blocks as there are multiprocessors take tiles of
+// B_r = 64 kConsumers query rows of a head until none is left. In a block, one thread of the producer warpgroup asks TMA for the tiles
+// of Q, K and V; every consumer warpgroup owns 64 rows and keeps its S, P, O and row statistics in registers. Keys are walked from the
+// last tile to the first.
+//
+// Products run while the softmax does, twice over: within a warpgroup, O += P_j+1 V_j+1 runs under the softmax of S_j, also across the
+// end of a tile of rows; and warpgroups take turns in issuing products (kPingPong), so that one's products run under another's softmax.
+#include "ptx.cuh"
+#include "variant.cuh"
+#include "wgmma.cuh"
+#include "arithmetic.cuh"
+#include "params.cuh"
+#include "mask.cuh"
+#include "scores.cuh"
+#include "tile.cuh"
+#include "wgmma_tile.cuh"
+#include "wgmma_shared.cuh"
+#include "wgmma_softmax.cuh"
+#include "wgmma_store.cuh"
+
+struct WgmmaParams {
+  TensorMap q_map, k_map, v_map;  // boxes: the panels of a tile
+  Params p;
+  u32* next_tile;  // 0 before and after a launch, and no other launch's meanwhile
+  i32 tiles;       // of rows, over all heads and batch entries
+  i32 section;     // heads that are worked on together, so that their keys and values stay in the L2 cache
+};
+
+// ---- constants ----
+constexpr u64 kReadOnce = 0x12f0000000000000, kReadOften = 0x14f0000000000000;  // L2 policies: evict first, evict last
+constexpr bool kPassesOver = kLeft || kRight;  // a warpgroup may need fewer key tiles than its block
+constexpr i32 kTurnBarrier = 1, kMeetBarrier = 8;  // the first named barriers of their kind; one for each warpgroup
+
+static_assert(kThreads == kWarpgroup * (kConsumers + 1), "one warpgroup produces");
+static_assert(kBr == kWarpgroupRows * kConsumers, "a consumer warpgroup owns 64 rows");
+static_assert(kTurnBarrier + kConsumers <= kMeetBarrier && kMeetBarrier + kConsumers <= 16, "there are 16 named barriers");
+static_assert(!kPingPong || kConsumers > 1, "turns are taken by two or more");
+
+// ---- which rows, which keys ----
+struct RowTile {
+  i32 row0, head, batch;
+};
+
+// Heads in sections; in a section the longest rows of a causal mask first, of all its heads.
+__device__ __forceinline__ RowTile row_tile(const WgmmaParams& a, i32 index) {
+  const i32 row_tiles = a.p.row_tiles, heads = a.tiles / row_tiles;
+  const i32 first_head = index / (a.section * row_tiles) * a.section;
+  const i32 in_section = index - first_head * row_tiles, width = min(a.section, heads - first_head);
+  const i32 head = first_head + in_section % width;
+  return {(row_tiles - 1 - in_section / width) * kBr, head % a.p.heads, head / a.p.heads};
+}
+
+// At least one tile, so that there is always a product to wait for; where no key is visible, `otherwise` is one that is masked whole.
+__device__ __forceinline__ KeyTiles some_key_tiles(const Visibility& see, i32 row0, i32 rows, i32 otherwise) {
+  const KeyTiles tiles = key_tiles(see, row0, row0 + rows);
+  return tiles.end > tiles.first ? tiles : KeyTiles{otherwise, otherwise + 1, 0, 0};
+}
+
+// ---- the producer: one thread ----
+template <class Tile>
+__device__ __forceinline__ void request_tile(u32 to, const TensorMap& map, u32 full, i32 row, i32 head, i32 batch, u64 policy) {
+  mbarrier_arrive_expect_tx(full, Tile::kBytes);
+#pragma unroll
+  for (i32 panel = 0; panel < Tile::kPanels; ++panel)
+    tma_load_4d(to + panel * Tile::kPanelBytes, &map, full, panel * kPanelColumns, row, head, batch, policy);
+}
+
+__device__ __forceinline__ void produce(const WgmmaParams& a, const Shared& shared) {
+  const Params& p = a.p;
+  Ring<kStages> k_ring, v_ring;
+  Ring<kQStages> q_ring;
+  k_ring.parity = v_ring.parity = q_ring.parity = kEmptyAtFirst;
+
+  i32 v_row = -1, v_head = 0, v_batch = 0;  // the tile of V to load next: that of the last K
+  const auto load_v = [&] {
+    mbarrier_wait(shared.empty_v(v_ring.slot), v_ring.parity);
+    request_tile<VTile>(shared.v(v_ring.slot), a.v_map, shared.full_v(v_ring.slot), v_row, v_head, v_batch, kReadOften);
+    v_ring.advance();
+  };
+#pragma unroll 1
+  for (u32 index = blockIdx.x; index < static_cast<u32>(a.tiles);) {
+    const RowTile tile = row_tile(a, static_cast<i32>(index));
+    index = gridDim.x + atomicInc(a.next_tile, a.tiles - 1);  // back to 0 after a.tiles times
+    const auto load_q = [&] {
+#pragma unroll
+      for (i32 w = 0; w < kConsumers; ++w) {
+        mbarrier_wait(shared.empty_q(q_ring.slot, w), q_ring.parity);
+        i32* const to = shared.row_tile(q_ring.slot, w);
+        to[0] = tile.row0;
+        to[1] = tile.head;
+        to[2] = tile.batch;
+        request_tile<QTile>(shared.q(q_ring.slot, w), a.q_map, shared.full_q(q_ring.slot, w), tile.row0 + w * kWarpgroupRows,
+                            p.q_head == 0 ? 0 : tile.head, p.q_batch == 0 ? 0 : tile.batch, kReadOnce);
+      }
+      q_ring.advance();
+    };
+    const KeyTiles tiles = some_key_tiles(visibility(p, tile.batch, tile.head), tile.row0, kBr, 0);
+    const i32 kv_head = tile.head / p.group;
+    if (kQStages > 1) load_q();
+#pragma unroll 1
+    for (i32 j = tiles.end - 1; j >= tiles.first; --j) {
+      mbarrier_wait(shared.empty_k(k_ring.slot), k_ring.parity);
+      request_tile<KTile>(shared.k(k_ring.slot), a.k_map, shared.full_k(k_ring.slot), j * kBc, p.k_head == 0 ? 0 : kv_head,
+                          p.k_batch == 0 ? 0 : tile.batch, kReadOften);
+      k_ring.advance();
+      if (v_row >= 0) load_v();
+      if (kQStages == 1 && j == tiles.end - 1) load_q();
+      v_row = j * kBc;
+      v_head = p.v_head == 0 ? 0 : kv_head;
+      v_batch = p.v_batch == 0 ? 0 : tile.batch;
+    }
+  }
+  if (v_row >= 0) load_v();
+  for (i32 w = 0; w < kConsumers; ++w) {  // no more rows
+    mbarrier_wait(shared.empty_q(q_ring.slot, w), q_ring.parity);
+    shared.row_tile(q_ring.slot, w)[0] = -1;
+    mbarrier_arrive(shared.full_q(q_ring.slot, w));
+  }
+}
+
+// ---- a consumer warpgroup ----
+struct Consumer {
+  const WgmmaParams& a;
+  const Shared& shared;
+  const i32 warpgroup, warp, lane;
+  const float c;
+
+  Ring<kStages> k_ring, v_ring;
+  Ring<kQStages> q_ring;
+  RowTile tile = {};       // row0: this lane's first row
+  KeyTiles tiles;          // that the warpgroup needs
+  i32 passed_over;         // tiles that the block needs beyond these, and that are passed over: before
+  i32 passed_over_behind;  // and behind
+  i32 j;                   // the key tile at hand
+
+  float s[kSRegisters], o[kORegisters];
+  u32 p[kPRegisters];
+  Rows rows;
+
+  __device__ __forceinline__ Consumer(const WgmmaParams& a, const Shared& shared, i32 warpgroup)
+      : a(a), shared(shared), warpgroup(warpgroup), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32), c(softmax_factor(a.p)) {}
+
+  __device__ __forceinline__ void meet() const { bar_sync(kMeetBarrier + warpgroup, kWarpgroup); }
+  __device__ __forceinline__ void arrive(u32 barrier) const { mbarrier_arrive_if(barrier, lane == 0); }
+
+  // Turns
+  __device__ __forceinline__ void give_first_turn() const {
+    if (kPingPong && warpgroup == kConsumers - 1) bar_arrive(kTurnBarrier, 2 * kWarpgroup);
+  }
+  __device__ __forceinline__ void begin_turn() const {
+    if (kPingPong) bar_sync(kTurnBarrier + warpgroup, 2 * kWarpgroup);
+  }
+  __device__ __forceinline__ void end_turn() const {
+    if (kPingPong) bar_arrive(kTurnBarrier + (warpgroup + 1 == kConsumers ? 0 : warpgroup + 1), 2 * kWarpgroup);
+  }
+
+  // Waits for a Q and the rows that it is of; false if there is none.
+  __device__ __forceinline__ bool next_rows() {
+    mbarrier_wait(shared.full_q(q_ring.slot, warpgroup), q_ring.parity);
+    const i32* const from = shared.row_tile(q_ring.slot, warpgroup);
+    const auto read = [&](i32 i) { return __shfl_sync(0xffffffff, lane == 0 ? from[i] : 0, 0); };  // by the lane that will release them
+    const i32 row0 = read(0);
+    if (row0 < 0) return false;
+    tile = {row0 + kWarpgroupRows * warpgroup + 16 * warp + lane / 4, read(1), read(2)};
+    const KeyTiles of_block = some_key_tiles(visible(), row0, kBr, 0);
+    tiles = kPassesOver ? some_key_tiles(visible(), row0 + kWarpgroupRows * warpgroup, kWarpgroupRows, of_block.first) : of_block;
+    passed_over = of_block.end - tiles.end;
+    passed_over_behind = tiles.first - of_block.first;
+    j = tiles.end - 1;
+    if (kFolded && a.p.scale_log2 <= 0) scale_q(a.p.scale_log2 < 0 ? -1.0f : 0.0f);
+    return true;
+  }
+  __device__ __forceinline__ Visibility visible() const { return visibility(a.p, tile.batch, tile.head); }
+
+  // A negative scale moves into Q, and so does 0, which would turn masked scores into NaN.
+  __device__ __forceinline__ void scale_q(float factor) const {
+    u8* const q = shared.at(shared.q(q_ring.slot, warpgroup));
+    for (i32 i = threadIdx.x % kWarpgroup; i < QTile::kBytes / kChunkBytes; i += kWarpgroup)
+      for (Element& x : *reinterpret_cast<Element(*)[kChunkElements]>(q + i * kChunkBytes)) from_real(x, to_real(x) * factor);
+    fence_proxy_async();
+    meet();
+  }
+  // Values beyond a length may be anything; 0 times them must be 0.
+  __device__ __forceinline__ void clear_v_beyond(i32 live_rows) const {
+    mbarrier_wait(shared.full_v(v_ring.slot), v_ring.parity);
+    u8* const v = shared.at(shared.v(v_ring.slot));
+    constexpr i32 kChunks = VTile::kPanels * kSwizzleRows;
+    for (i32 i = threadIdx.x % kWarpgroup + live_rows * kChunks; i < kBc * kChunks; i += kWarpgroup)
+      *reinterpret_cast<Vector<u32, 4>*>(v + VTile::offset(i / kChunks, i % kChunks)) = {};
+    fence_proxy_async();
+    meet();
+  }
+
+  // From the dot products with the keys of the tile at hand, from its key `key` on
+  template <bool kFirst, i32 n> __device__ __forceinline__ void finish_scores_of_tile(float (&s)[n], i32 key) const {
+    constexpr bool kMayBeCut = kFirst || kLeft || kRight || kMask;  // else it is only the last keys that may not fill a tile
+    const i32 key0 = j * kBc + key + 2 * (lane % 4);
+    if (kMayBeCut && !tiles.whole(j))
+      finish_scores<true>(s, scores(a.p, tile.batch, tile.head), visible(), tile.row0, key0);
+    else if (!kFolded)
+      finish_scores<false>(s, scores(a.p, tile.batch, tile.head), visible(), tile.row0, key0);
+  }
+
+  // S_j = Q K_j^T, then its softmax, while O += P V of the tile before runs, if there is one (kPending): if K_j is the first of its
+  // rows (kFirst), that is the last product of the rows before, whose O is stored.
+  template <bool kFirst, bool kPending> __device__ __forceinline__ void step(const RowTile& rows_before) {
+    constexpr bool kMayRepair = kSpeculative && !kFirst;  // needs K_j and Q once more
+    const auto release_k = [&] {
+      arrive(shared.empty_k(k_ring.slot));
+      mbarrier_arrive_if(shared.empty_q(q_ring.slot, warpgroup), lane == 0 && j == tiles.first);
+    };
+
+    mbarrier_wait(shared.full_k(k_ring.slot), k_ring.parity);
+    begin_turn();
+    wgmma_fence();
+    issue_q_k(s, shared.q(q_ring.slot, warpgroup), shared.k(k_ring.slot));
+    if constexpr (kPending) {
+      mbarrier_wait(shared.full_v(v_ring.slot), v_ring.parity);
+      wgmma_fence();
+      issue_p_v(o, p, shared.v(v_ring.slot));
+    }
+    end_turn();
+
+    wgmma_wait_group<kPending ? 1 : 0>();
+    pin(s);
+    if constexpr (!kMayRepair) release_k();
+    const Rows done = rows;
+    if constexpr (kFirst) rows = Rows{};
+    finish_scores_of_tile<kFirst>(s, 0);
+    float offset[2] = {rows.m[0] * c, rows.m[1] * c}, factor[2], sum[2];
+    bool raised = false;
+    if (!rows.speculates) raised = rows.raise(s, c, offset, factor);
+    Rows::weigh(s, c, offset, sum);
+
+    if constexpr (kPending) {
+      wgmma_wait_group<0>();
+      pin(o);
+      arrive(shared.empty_v(v_ring.slot));
+      v_ring.advance();
+    }
+    if constexpr (kFirst) {
+      if constexpr (kPending) store(done, rows_before);
+#pragma unroll
+      for (i32 i = 0; i < kORegisters; ++i) o[i] = 0;
+      pack_p(p, s);
+    } else {
+      pack_p(p, s);
+      if (raised) Rows::rescale(o, factor);
+    }
+    if constexpr (kMayRepair) {
+      if (Rows::is_suspicious(sum))
+        rows.repair(s, sum, p, o, c, lane, [&](float (&part)[kPartKeys / 2], i32 key) {
+          const u32 q = shared.q(q_ring.slot, warpgroup), k = shared.k(k_ring.slot);
+          multiply_q_k_again(part, q, k + key * kPanelRowBytes, warp, lane);
+          finish_scores_of_tile<kFirst>(part, key);
+        });
+      release_k();
+    }
+    rows.add(sum);
+    if (kKvLengths && kFirst) {
+      const i32 live_rows = visible().key_length - j * kBc;
+      if (live_rows < kBc) clear_v_beyond(live_rows);
+    }
+    if (j == tiles.first) q_ring.advance();
+    k_ring.advance();
+    --j;
+  }
+
+  // O += P V of the last tile, where nothing can run beside it, and the end of its rows
+  __device__ __forceinline__ void finish_rows(const RowTile& of) {
+    mbarrier_wait(shared.full_v(v_ring.slot), v_ring.parity);
+    wgmma_fence();
+    issue_p_v(o, p, shared.v(v_ring.slot));
+    wgmma_wait_group<0>();
+    pin(o);
+    arrive(shared.empty_v(v_ring.slot));
+    v_ring.advance();
+    store(rows, of);
+  }
+  __device__ __forceinline__ void store(const Rows& done, const RowTile& of) const {
+    store_rows(a.p, o, done, of.row0, of.head, of.batch, lane, c);
+  }
+  __device__ __forceinline__ void pass_over(i32 count) {
+    for (; count > 0; --count) {
+      begin_turn();
+      end_turn();
+      mbarrier_wait(shared.full_k(k_ring.slot), k_ring.parity);
+      arrive(shared.empty_k(k_ring.slot));
+      k_ring.advance();
+      mbarrier_wait(shared.full_v(v_ring.slot), v_ring.parity);
+      arrive(shared.empty_v(v_ring.slot));
+      v_ring.advance();
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    give_first_turn();
+    bool pending = false;  // whether there are rows whose last product is still to be issued
+    for (;;) {
+      const RowTile rows_before = tile;
+      if (!next_rows()) {
+        if (pending) finish_rows(rows_before);
+        return;
+      }
+      if (kPassesOver && passed_over > 0) {
+        if (pending) finish_rows(rows_before);
+        pending = false;
+        pass_over(passed_over);
+      }
+      if (pending)
+        step<true, true>(rows_before);
+      else
+        step<true, false>(rows_before);
+#pragma unroll 1
+      while (j >= tiles.first) step<false, true>(rows_before);
+      pending = true;
+      if (kLeft && passed_over_behind > 0) {
+        finish_rows(tile);
+        pending = false;
+        pass_over(passed_over_behind);
+      }
+    }
+  }
+};
+
+// ---- the kernel ----
+extern "C" __global__ void __launch_bounds__(kThreads, 1) forward_wgmma(const __grid_constant__ WgmmaParams a) {
+  DYNAMIC_SMEM(smem);
+  const u32 address = (smem_address(smem) + kAtomBytes - 1) / kAtomBytes * kAtomBytes;
+  const Shared shared = {smem + (address - smem_address(smem)), address};
+  const i32 warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kWarpgroup, 0);  // the same in all lanes, as the compiler now knows
+
+  // Prologue: barriers.
+  if (threadIdx.x == 0) {
+    for (const TensorMap* map : {&a.q_map, &a.k_map, &a.v_map}) prefetch_tensormap(map);
+    constexpr u32 kConsumerWarps = 4 * kConsumers;
+    for (i32 slot = 0; slot < kStages; ++slot) {
+      mbarrier_init(shared.full_k(slot), 1);
+      mbarrier_init(shared.full_v(slot), 1);
+      mbarrier_init(shared.empty_k(slot), kConsumerWarps);
+      mbarrier_init(shared.empty_v(slot), kConsumerWarps);
+    }
+    for (i32 slot = 0; slot < kQStages; ++slot)
+      for (i32 w = 0; w < kConsumers; ++w) {
+        mbarrier_init(shared.full_q(slot, w), 1);
+        mbarrier_init(shared.empty_q(slot, w), 4);
+      }
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  // Main loop, and epilogues between: see Consumer::step.
+  if (warpgroup == 0) {
+    if constexpr (kProducerRegisters > 0) setmaxnreg_dec<kProducerRegisters>();
+    if (threadIdx.x == 0) produce(a, shared);
+  } else {
+    if constexpr (kConsumerRegisters > 0) setmaxnreg_inc<kConsumerRegisters>();
+    Consumer(a, shared, warpgroup - 1).run();
+  }
+}

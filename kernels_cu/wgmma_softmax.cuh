@@ -1,0 +1,229 @@
+// Online softmax on the accumulators of a warpgroup (wgmma_tile.cuh): S becomes P, the row statistics go on.
+//
+// The weight of a score s is 2^(c (s - m)). Without softcap and bias, s is q . k and c = |scale| log2(e), Q having taken the sign;
+// otherwise s is the finished score and c = log2(e). The reference m is the maximum of a tile of the row's past, or near it. It moves
+// when
+//   - the row trusts it (kSpeculative), and the sum over a lane's keys of a tile shows that the scores have outgrown it, or
+//   - the row does not, and the maximum of the tile exceeds it by more than kSlack.
+// A row trusts its reference from its first visible key on until that was repaired kRepairs times, or weights overflowed. All of this
+// is decided by the row's own scores; the warp votes only on whether code is to run at all.
+#pragma once
+
+constexpr bool kFolded = !kSoftcap && !kBias;
+constexpr float kSlack = 8;          // in log2 units: weights stay below 2^8
+constexpr float kMostSum = 0x1p15f;  // of a lane's weights in a tile: so that each is a float16
+constexpr float kLost = 0x1p100f;    // such a sum is as good as infinite: the factor that makes up for it would not be a normal number
+constexpr float kFar = 4096;         // of references in log2 units: beyond it, the rounding of c m would show in P
+constexpr float kLargest = 3.4028234664e38f;
+constexpr i32 kRepairs = kSpeculative ? 4 : 0;
+constexpr i32 kPartKeys = kBc % 32 == 0 ? 32 : 16;  // of a tile, whose scores are computed again at a time
+
+// c. Where the scale is folded into it, its sign, and a scale of 0, are Q's.
+__device__ __forceinline__ float softmax_factor(const Params& p) {
+  if (!kFolded) return static_cast<float>(kLog2E);
+  const float c = fabsf(static_cast<float>(p.scale_log2));
+  return c == 0 ? 1.0f : fminf(c, kLargest);
+}
+
+// Over the four lanes that share rows
+__device__ __forceinline__ float sum_over_quad(float x) {
+#pragma unroll
+  for (i32 step = 1; step < 4; step *= 2) x += __shfl_xor_sync(0xffffffff, x, step);
+  return x;
+}
+__device__ __forceinline__ float max_over_quad(float x) {
+#pragma unroll
+  for (i32 step = 1; step < 4; step *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, step));
+  return x;
+}
+__device__ __forceinline__ bool any_of_quad(bool x, i32 lane) { return (__ballot_sync(0xffffffff, x) >> (lane & ~3) & 15) != 0; }
+
+__device__ __forceinline__ constexpr i32 row_of_s(i32 i) { return i / 2 % 2; }  // which of a lane's two rows register i holds
+__device__ __forceinline__ constexpr i32 row_of_p(i32 i) { return i % 2; }
+
+template <i32 n> __device__ __forceinline__ float row_max(const float (&s)[n], i32 row, float least) {
+  float first = least, second = least;  // two chains of comparisons
+#pragma unroll
+  for (i32 b = 0; b < n / 4; ++b) {
+    float& largest = b % 2 == 0 ? first : second;
+    largest = fmaxf(largest, fmaxf(s[4 * b + 2 * row], s[4 * b + 2 * row + 1]));
+  }
+  return max_over_quad(fmaxf(first, second));
+}
+
+// P, rounded to Element, as wgmma takes it
+__device__ __forceinline__ void pack_p(u32 (&p)[kPRegisters], const float (&s)[kSRegisters]) {
+#pragma unroll
+  for (i32 i = 0; i < kPRegisters; ++i) p[i] = pack2(s[2 * i], s[2 * i + 1], Element{});
+}
+
+// The scores that the softmax sees, from q . k of the rows row0, row0 + 8 and the keys key0 + 8 b, key0 + 8 b + 1 of a lane
+template <bool kMasked, i32 n>
+__device__ __forceinline__ void finish_scores(float (&s)[n], const Scores& score, const Visibility& see, i32 row0, i32 key0) {
+#pragma unroll
+  for (i32 r = 0; r < 2; ++r) {
+    const i32 row = row0 + 8 * r, scored_row = min(row, see.query_length - 1);
+    const bool is_read = kFolded || row < see.query_length;  // rows that nobody asked for have no bias
+    const i32 first = see.first_key(row) - key0, end = (is_read ? see.end_key(row) : 0) - key0;
+#pragma unroll
+    for (i32 b = 0; b < n / 4; ++b)
+#pragma unroll
+      for (i32 e = 0; e < 2; ++e) {
+        const i32 key = kBlock * b + e;
+        float& x = s[4 * b + 2 * r + e];
+        if (kMasked && !(kMask ? see.sees(row, key0 + key) : (!kLeft || key >= first) && key < end))
+          x = -kInfinity;
+        else if (!kFolded)
+          x = score(x, scored_row, key0 + key);
+      }
+  }
+}
+
+// The two rows of a lane. Sums are over the lane's own keys.
+struct Rows {
+  float l[2] = {};
+  float m[2] = {-kInfinity, -kInfinity};  // the reference in the unit of s; -inf: no key was visible yet
+  i32 repairs_left[2] = {kRepairs, kRepairs};
+  bool speculates = false, all_near = true;  // all rows of the warp
+
+  __device__ __forceinline__ bool trusts(i32 row) const { return kSpeculative && repairs_left[row] > 0 && m[row] != -kInfinity; }
+
+  // As long as c m is small, it is subtracted by the FFMA that multiplies by c; else m is, before.
+  __device__ __forceinline__ bool is_near(i32 row, float c) const { return fabsf(m[row] * c) < kFar; }
+  __device__ __forceinline__ float offset(i32 row, float c) const { return is_near(row, c) ? m[row] * c : 0; }
+  __device__ __forceinline__ float shift(i32 row, float c) const { return is_near(row, c) || m[row] == -kInfinity ? 0 : m[row]; }
+
+  // Moves a row's reference; returns the factor by which what was summed so far must be multiplied.
+  __device__ __forceinline__ float move(i32 row, float to, float c) {
+    const bool first = m[row] == -kInfinity;  // nothing was summed
+    const float old_offset = offset(row, c), old_shift = shift(row, c);
+    m[row] = to;
+    if (!is_near(row, c)) repairs_left[row] = 0;
+    return first ? 1 : exp2_of(fmaf(old_shift - shift(row, c), c, old_offset - offset(row, c)));
+  }
+  __device__ __forceinline__ void take_votes(float c) {
+    all_near = !__any_sync(0xffffffff, shift(0, c) != 0 || shift(1, c) != 0);
+    speculates = kSpeculative && !__any_sync(0xffffffff, !trusts(0) || !trusts(1));
+  }
+
+  // Brings the rows that do not trust their references up to the maximum of the tile, and c (s - m) to c s - `offset`. Returns whether O
+  // must be multiplied by `factor`.
+  __device__ __forceinline__ bool raise(float (&s)[kSRegisters], float c, float (&offset_of)[2], float (&factor)[2]) {
+    float tile_max[2];
+    bool rises[2];
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) {
+      tile_max[r] = row_max(s, r, -kInfinity);
+      rises[r] = !trusts(r) && (tile_max[r] - m[r]) * c > kSlack;
+      factor[r] = 1;
+    }
+    const bool raised = __any_sync(0xffffffff, rises[0] || rises[1]);
+    if (raised) {
+#pragma unroll
+      for (i32 r = 0; r < 2; ++r)
+        if (rises[r]) {
+          factor[r] = move(r, tile_max[r], c);
+          l[r] *= factor[r];
+        }
+      take_votes(c);
+    }
+    if (!all_near) subtract_shift(s, c);
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) offset_of[r] = offset(r, c);
+    return raised;
+  }
+  template <i32 n> __device__ __forceinline__ void subtract_shift(float (&s)[n], float c) const {
+    const float of_row[2] = {shift(0, c), shift(1, c)};
+#pragma unroll
+    for (i32 i = 0; i < n; ++i) s[i] -= of_row[row_of_s(i)];
+  }
+
+  // Scores become weights, `sum` their sums over this lane's keys.
+  template <i32 n> static __device__ __forceinline__ void weigh(float (&s)[n], float c, const float (&offset_of)[2], float (&sum)[2]) {
+    float of_two[4] = {};  // two chains of additions a row
+#pragma unroll
+    for (i32 i = 0; i < n; ++i) {
+      s[i] = exp2_of(fmaf(s[i], c, -offset_of[row_of_s(i)]));
+      of_two[i % 4] += s[i];
+    }
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) sum[r] = of_two[2 * r] + of_two[2 * r + 1];
+  }
+  __device__ __forceinline__ void add(const float (&sum)[2]) {
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) l[r] += sum[r];
+  }
+
+  // Whether a tile's weights may have outgrown a reference: to be asked of what `weigh` summed up
+  static __device__ __forceinline__ bool is_suspicious(const float (&sum)[2]) {
+    return __any_sync(0xffffffff, !(sum[0] <= kMostSum && sum[1] <= kMostSum));
+  }
+
+  // Gives rows whose weights are too large for their references better ones, and multiplies everything that was measured from the old
+  // ones, O included. Where weights overflowed the scores are lost; `scores_again(part, key)` gives those of the keys from `key` on once more.
+  template <class ScoresAgain>
+  __device__ __forceinline__ void repair(float (&s)[kSRegisters], float (&sum)[2], u32 (&p)[kPRegisters], float (&o)[kORegisters], float c,
+                                         i32 lane, const ScoresAgain& scores_again) {
+    bool lost[2];
+    float factor[2];
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) {
+      const bool outgrown = any_of_quad(!(sum[r] <= kMostSum), lane) && trusts(r);
+      lost[r] = any_of_quad(!(sum[r] < kLost), lane) && outgrown;
+      factor[r] = 1;
+      const float largest = row_max(s, r, 0);
+      if (outgrown && !lost[r]) {
+        --repairs_left[r];
+        const i32 exponent = (__float_as_int(largest) >> 23) - 127;
+        factor[r] = move(r, m[r] + static_cast<float>(exponent) / c, c);
+        sum[r] *= factor[r];
+      }
+    }
+#pragma unroll
+    for (i32 i = 0; i < kSRegisters; ++i) s[i] *= factor[row_of_s(i)];
+    pack_p(p, s);
+
+    if (__any_sync(0xffffffff, lost[0] || lost[1])) {
+      float part[kPartKeys / 2], tile_max[2] = {-kInfinity, -kInfinity};
+#pragma unroll 1
+      for (i32 key = 0; key < kBc; key += kPartKeys) {
+        scores_again(part, key);
+#pragma unroll
+        for (i32 r = 0; r < 2; ++r) tile_max[r] = row_max(part, r, tile_max[r]);
+      }
+#pragma unroll
+      for (i32 r = 0; r < 2; ++r)
+        if (lost[r]) {
+          repairs_left[r] = 0;
+          sum[r] = 0;
+          if (tile_max[r] != -kInfinity) factor[r] = move(r, tile_max[r], c);
+        }
+#pragma unroll
+      for (i32 key = 0; key < kBc; key += kPartKeys) {
+        float sum_of_part[2];
+        scores_again(part, key);
+        subtract_shift(part, c);
+        weigh(part, c, {offset(0, c), offset(1, c)}, sum_of_part);
+#pragma unroll
+        for (i32 r = 0; r < 2; ++r)
+          if (lost[r]) sum[r] += sum_of_part[r];
+#pragma unroll
+        for (i32 i = 0; i < kPartKeys / 4; ++i)
+          if (lost[row_of_p(i)]) p[key / 4 + i] = pack2(part[2 * i], part[2 * i + 1], Element{});
+      }
+    }
+    take_votes(c);
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) l[r] *= factor[r];
+    rescale(o, factor);
+  }
+
+  static __device__ __forceinline__ void rescale(float (&o)[kORegisters], const float (&factor)[2]) {
+#pragma unroll
+    for (i32 i = 0; i < kORegisters; ++i) o[i] *= factor[row_of_s(i)];
+  }
+
+  __device__ __forceinline__ Lse log_sum_exp(i32 row, float row_sum, float c) const {
+    return fmaf(shift(row, c), c, offset(row, c)) * static_cast<Lse>(kLn2) + log_of(row_sum);
+  }
+};

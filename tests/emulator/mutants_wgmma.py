@@ -1,0 +1,187 @@
+"""Seeded bugs of the Hopper kernel, and for each the problem that must find it out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from cases import Case
+
+from cuflash.config import WgmmaConfig
+from emulator.mutants import Mutant
+
+# Several tiles of rows and of keys, of which the last are not full; two heads to a key head, two batch entries.
+# Keys are walked from the last to the first: "rising" scores are those that fall along the keys.
+SIZED: dict[str, Any] = {"n": (150, 90), "d": (64, 64), "heads": (4, 2), "batch": (1,), "dtype": "float16"}
+SMALL: dict[str, Any] = SIZED | {"n": (80, 90), "heads": (2, 1)}
+USUAL = WgmmaConfig(consumers=2, b_c=32)
+PROBLEMS = {
+    "plain": (Case("wgmma-plain", **SIZED), USUAL),
+    "causal": (Case("wgmma-causal", **SIZED, options={"causal": "top-left"}), USUAL),
+    "window": (Case("wgmma-window", **SIZED, options={"window": (20, 9), "causal": "top-left"}), USUAL),
+    "rising": (Case("wgmma-rising", **SMALL, values="falling"), USUAL),
+    "rising-by-care": (Case("wgmma-rising-by-care", **SMALL, values="falling"), replace(USUAL, speculative=False)),
+    "soaring": (Case("wgmma-soaring", **SMALL, values="steep-ramp", options={"scale": -0.125}), USUAL),
+    "wild": (Case("wgmma-wild", **SMALL, values="hot", options={"scale": 4.0}), USUAL),
+    "hot": (Case("wgmma-hot", **SMALL, values="exact-hot", options={"scale": 2.0**20}), USUAL),
+    "lengths": (
+        Case("wgmma-lengths", **SIZED | {"heads": (2, 1), "batch": (2,)}, kv_lengths=(90, 45), q_lengths=(150, 90)),
+        USUAL,
+    ),
+    "negative": (Case("wgmma-negative", **SIZED, options={"scale": -0.3}), replace(USUAL, ping_pong=False)),
+    "panels": (Case("wgmma-panels", **SIZED | {"d": (80, 144)}), USUAL),
+}
+
+KERNEL, TILE, SOFTMAX = "forward_wgmma.cu", "wgmma_tile.cuh", "wgmma_softmax.cuh"
+SHARED, STORE = "wgmma_shared.cuh", "wgmma_store.cuh"
+WAIT_FOR_S = "    wgmma_wait_group<kPending ? 1 : 0>();\n    pin(s);\n"
+WAIT_FOR_O = "      wgmma_wait_group<0>();\n      pin(o);\n"
+RELEASE_K = "    if constexpr (!kMayRepair) release_k();\n"
+RELEASE_V = (
+    "    if constexpr (kPending) {\n      arrive(shared.empty_v(v_ring.slot));\n"  # where that no longer stands before
+)
+REPAIR = "      if (Rows::is_suspicious(sum))\n"
+MUTANTS = [
+    # ---- tiles that are released too early, or read too early ----
+    Mutant("k-released-before-its-product", KERNEL, WAIT_FOR_S + RELEASE_K, RELEASE_K + WAIT_FOR_S, ("plain",)),
+    Mutant(
+        "k-released-before-it-is-read-again",
+        *(KERNEL, REPAIR, "      release_k();\n" + REPAIR, ("soaring",)),
+        also=(("      release_k();\n    }\n    rows.add", "    }\n    rows.add"),),
+    ),
+    Mutant(
+        "v-released-before-its-product",
+        *(KERNEL, WAIT_FOR_O, "", ("plain",)),
+        also=((RELEASE_V + "      v_ring", RELEASE_V + WAIT_FOR_O + "      v_ring"),),
+    ),
+    Mutant(
+        "q-released-before-its-last-use",
+        KERNEL,
+        "lane == 0 && j == tiles.first",
+        "lane == 0 && j == tiles.first + 1",
+        ("plain",),
+    ),
+    Mutant(
+        "k-read-before-it-came",
+        KERNEL,
+        "    mbarrier_wait(shared.full_k(k_ring.slot), k_ring.parity);\n    begin_turn",
+        "    begin_turn",
+        ("plain",),
+    ),
+    Mutant(
+        "v-read-before-it-came",
+        KERNEL,
+        "      mbarrier_wait(shared.full_v(v_ring.slot), v_ring.parity);\n      wgmma_fence",
+        "      wgmma_fence",
+        ("plain",),
+    ),
+    Mutant(
+        "k-loaded-over-the-last",
+        KERNEL,
+        "      mbarrier_wait(shared.empty_k(k_ring.slot), k_ring.parity);\n",
+        "",
+        ("plain",),
+    ),
+    # ---- barriers: phases, counts, bytes ----
+    Mutant("consumer-starts-a-phase-ahead", SHARED, "u32 parity = 0;", "u32 parity = 1;", ("plain",)),
+    Mutant("producer-starts-a-phase-behind", SHARED, "kEmptyAtFirst = 1", "kEmptyAtFirst = 0", ("plain",)),
+    Mutant("too-few-bytes-announced", KERNEL, "(full, Tile::kBytes)", "(full, Tile::kBytes / 2)", ("panels",)),
+    Mutant(
+        "an-arrival-is-not-waited-for",
+        KERNEL,
+        "(shared.empty_k(slot), kConsumerWarps)",
+        "(shared.empty_k(slot), kConsumerWarps - 1)",
+        ("plain",),
+    ),
+    Mutant("barriers-are-not-published", KERNEL, "    fence_mbarrier_init();\n", "", ("plain",)),
+    Mutant(
+        "no-barrier-after-the-prologue", KERNEL, "  __syncthreads();\n\n  // Main loop", "\n  // Main loop", ("plain",)
+    ),
+    Mutant("v-a-stage-short", SHARED, "kV + kStages * VTile::kBytes", "kV + (kStages - 1) * VTile::kBytes", ("plain",)),
+    # ---- turns, registers, the scheduler ----
+    Mutant(
+        "turn-of-three-warpgroups",
+        KERNEL,
+        "bar_sync(kTurnBarrier + warpgroup, 2 * kWarpgroup)",
+        "bar_sync(kTurnBarrier + warpgroup, 3 * kWarpgroup)",
+        ("plain",),
+    ),
+    Mutant(
+        "registers-that-are-not-there",
+        KERNEL,
+        "setmaxnreg_inc<kConsumerRegisters>",
+        "setmaxnreg_inc<kConsumerRegisters + 8>",
+        ("plain",),
+    ),
+    Mutant(
+        "counter-left-behind",
+        KERNEL,
+        "atomicInc(a.next_tile, a.tiles - 1)",
+        "atomicInc(a.next_tile, a.tiles)",
+        ("plain",),
+    ),
+    Mutant(
+        "rows-told-after-their-q",
+        *(KERNEL, "        to[2] = tile.batch;\n", "", ("plain",)),
+        also=(("kReadOnce);\n      }\n", "kReadOnce);\n        to[2] = tile.batch;\n      }\n"),),
+    ),
+    # ---- wgmma ----
+    Mutant("no-fence-before-s", KERNEL, "    begin_turn();\n    wgmma_fence();\n", "    begin_turn();\n", ("plain",)),
+    Mutant("s-not-committed", TILE, "step > 0);\n  wgmma_commit_group();\n", "step > 0);\n", ("plain",)),
+    Mutant("s-not-waited-for", KERNEL, WAIT_FOR_S, "", ("plain",)),
+    Mutant("o-not-waited-for", KERNEL, WAIT_FOR_O, "", ("plain",)),
+    Mutant("p-replaced-in-flight", KERNEL, WAIT_FOR_O, "      pack_p(p, s);\n" + WAIT_FOR_O, ("plain",)),
+    Mutant("stride-halved", TILE, "in_units(kAtomBytes)) << 32", "in_units(kAtomBytes / 2)) << 32", ("plain",)),
+    Mutant(
+        "panels-of-v-too-near",
+        TILE,
+        "descriptor(address, panel_bytes)",
+        "descriptor(address, panel_bytes / 2)",
+        ("panels",),
+    ),
+    Mutant("column-step-halved", TILE, "kStep * static_cast<i32>(sizeof(Element))", "kStep", ("plain",)),
+    Mutant("swizzle-of-64-bytes", TILE, "1ULL << 62", "2ULL << 62", ("plain",)),
+    Mutant("swizzle-mixed-up-by-hand", TILE, "^ row % kSwizzleRows", "^ row % 4", ("wild",)),
+    Mutant("written-without-a-proxy-fence", KERNEL, "    fence_proxy_async();\n", "", ("negative",), times=2),
+    Mutant(
+        "written-without-meeting",
+        KERNEL,
+        "    fence_proxy_async();\n    meet();\n",
+        "    fence_proxy_async();\n",
+        ("negative",),
+        times=2,
+    ),
+    # ---- which keys, rows and heads ----
+    Mutant("right-bound-one-too-far", SOFTMAX, "key < end)", "key <= end)", ("causal",)),
+    Mutant("left-bound-one-short", SOFTMAX, "key >= first)", "key > first)", ("window",)),
+    Mutant("tail-not-masked", KERNEL, "kMayBeCut = kFirst ||", "kMayBeCut =", ("plain",)),
+    Mutant(
+        "warpgroup-passes-over-too-much",
+        KERNEL,
+        "passed_over = of_block.end - tiles.end",
+        "passed_over = of_block.end - tiles.end + 1",
+        ("causal",),
+    ),
+    Mutant(
+        "values-beyond-the-length-kept",
+        KERNEL,
+        "if (live_rows < kBc) clear_v_beyond",
+        "if (false) clear_v_beyond",
+        ("lengths",),
+    ),
+    Mutant("head-of-the-group", KERNEL, "tile.head / p.group", "tile.head % p.group", ("plain",)),
+    # ---- softmax and what is stored ----
+    Mutant("l-not-rescaled", SOFTMAX, "          l[r] *= factor[r];\n", "", ("rising-by-care",)),
+    Mutant("never-repaired", KERNEL, "if (Rows::is_suspicious(sum))", "if (false)", ("rising",)),
+    Mutant(
+        "lost-scores-not-recomputed",
+        SOFTMAX,
+        "if (__any_sync(0xffffffff, lost[0] || lost[1]))",
+        "if (false)",
+        ("soaring",),
+    ),
+    Mutant("coarse-reference", SOFTMAX, "fabsf(m[row] * c) < kFar", "fabsf(m[row] * c) < 1e30f", ("hot",)),
+    Mutant("l-of-one-lane", STORE, "sum_over_quad(rows.l[r])", "rows.l[r]", ("plain",)),
+    Mutant("lse-of-base-2", SOFTMAX, " * static_cast<Lse>(kLn2) + log_of", " + log_of", ("plain",)),
+    Mutant("rows-beyond-the-end-written", STORE, "row0 + 8 * r < p.n_q && column", "column", ("plain",)),
+]

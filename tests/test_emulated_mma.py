@@ -1,0 +1,271 @@
+"""The tensor-core forward kernel, emulated, against the plain formula; and seeded bugs, which must be found."""
+
+import functools
+import zlib
+from dataclasses import replace
+from typing import Any
+
+import gold
+import numpy as np
+import pytest
+from cases import CASES, Case, make_inputs, random_case
+from emulator import SCHEDULES, EmulatorError, Schedule, kernel_texts, why_no_emulator
+from emulator.forward import attention, read
+from emulator.mutants import Mutant
+
+from cuflash.config import MmaConfig, why_not_mma
+from cuflash.device import known_device
+from cuflash.problem import Spec
+
+pytestmark = pytest.mark.skipif(why_no_emulator() is not None, reason=str(why_no_emulator()))
+
+H200 = known_device("sm_90")
+CONFIGS = (
+    MmaConfig(b_r=32, b_c=32, warps=2, stages=2),
+    MmaConfig(b_r=64, b_c=16, warps=2, stages=3, swizzle=True),
+    MmaConfig(b_r=32, b_c=32, warps=1, stages=2, tile_sums=True),
+    MmaConfig(b_r=32, b_c=32, warps=2, stages=1, q_in_registers=True, swizzle=True),
+    MmaConfig(b_r=32, b_c=32, warps=1, stages=1, mma_k=8, async_copy=False),  # the form of sm_75
+    MmaConfig(b_r=32, b_c=16, warps=2, stages=2, mma_k=8),
+    MmaConfig(b_r=32, b_c=32, warps=1, stages=1, mma_k=8, swizzle=True),
+)
+SMALL = MmaConfig(b_r=32, b_c=32, warps=1, stages=2)
+PACKED = replace(SMALL, pack_gqa=True)
+BY_ID = {case.id: case for case in CASES}
+SERVED = [case for case in CASES if case.dtype != "float64"]
+# Every eighth case, and more of those about values: what the others vary is shared with the kernel on CUDA cores.
+CHOSEN = [
+    case for number, case in enumerate(SERVED) if number % 8 == 0 or (case.values != "normal" and number % 3 == 0)
+]
+
+
+def pick(choices: Any, key: Any) -> Any:
+    """One of the choices, for the same key always the same."""
+    return choices[zlib.crc32(str(key).encode()) % len(choices)]
+
+
+def config_of(spec: Spec) -> MmaConfig:
+    """One configuration for each Spec, so that each is compiled once."""
+    return pick([config for config in CONFIGS if config.why_illegal(spec, H200) is None], spec)
+
+
+def check(case: Case, config: MmaConfig | None = None, schedule: Schedule | None = None) -> None:
+    inputs = make_inputs(case)
+    config = config or config_of(read(inputs, case.options)[1].spec)
+    out, lse = attention(inputs, case.options, config, schedule or pick(SCHEDULES, case.id))
+    gold.check(out, lse, **inputs, **case.options)
+
+
+@pytest.mark.parametrize("case", CHOSEN, ids=lambda case: case.id)
+def test_mma_kernel_is_as_exact_as_the_rule_asks(case):
+    check(case)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_mma_kernel_is_right_for_a_random_problem(seed):
+    case = next(case for number in range(100) if (case := random_case(3000 + 100 * seed + number)).dtype != "float64")
+    check(case, schedule=Schedule("random", True, resident=2, asynchronous="at_random", seed=seed))
+
+
+@pytest.mark.parametrize(
+    "config", CONFIGS[:5], ids=lambda c: f"{c.b_r}x{c.b_c}-stages-{c.stages}-k{c.mma_k}-sums-{c.tile_sums}"
+)
+@pytest.mark.parametrize("id", ["d-59-to-111"])
+def test_mma_kernel_is_right_with_every_configuration(id, config):
+    check(replace(BY_ID[id], dtype="float16"), config)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize(
+    "id", ["heads-6-over-2", "heads-16-over-1", "mask-of-one-head-of-a-group", "lengths-window-bnhd"]
+)
+def test_heads_of_a_group_can_share_a_tile(id, dtype):
+    check(replace(BY_ID[id], dtype=dtype), replace(PACKED, mma_k=8 if dtype == "float32" else 16))
+
+
+def test_bits_do_not_depend_on_the_schedule():
+    case = BY_ID["everything"]
+    inputs = make_inputs(case)
+    schedules = (*SCHEDULES, *(Schedule("random", True, resident=4, seed=seed) for seed in range(10, 13)))
+    results = [attention(inputs, case.options, SMALL, schedule) for schedule in schedules]
+    assert len({out.tobytes() + lse.tobytes() for out, lse in results}) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_bits_of_a_row_do_not_depend_on_the_other_rows(dtype):
+    case = replace(BY_ID["n-65-causal"], dtype=dtype)
+    config = replace(SMALL, mma_k=8 if dtype == "float32" else 16)
+    inputs = make_inputs(case)
+    whole, _ = attention(inputs, case.options, config)
+    other = inputs | {"q": inputs["q"].copy()}
+    other["q"][:, :, :64:2] *= 100
+    other["q"][:, :, 1:64:2] = np.inf
+    changed, _ = attention(other, case.options, config)
+    assert np.array_equal(whole[:, :, 64:], changed[:, :, 64:])
+
+
+@pytest.mark.parametrize("scale", [1e30, -1e30, 1e9])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_huge_scale_leaves_the_largest_score_alone(scale, dtype):
+    case = Case(f"huge-{scale}", n=(33, 70), d=(16, 16), dtype=dtype, options={"scale": scale})
+    inputs = make_inputs(case)
+    out, _ = attention(inputs, case.options, replace(SMALL, mma_k=8 if dtype == "float32" else 16))
+    scores = np.sign(scale) * np.matmul(inputs["q"].astype(float), inputs["k"].astype(float).swapaxes(-1, -2))
+    best = np.take_along_axis(inputs["v"], scores.argmax(axis=-1)[..., None], axis=-2)
+    np.testing.assert_allclose(out.astype(float), best.astype(float), rtol=1e-6)
+
+
+@pytest.mark.parametrize("device", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
+def test_bfloat16_and_float32_need_sm_80_and_float64_has_no_tensor_core_kernel(device):
+    ampere = device != "sm_75"
+    reasons = {dtype: why_not_mma(Spec(dtype, 64, 64), known_device(device)) for dtype in gold.EPSILON}
+    assert {dtype for dtype, reason in reasons.items() if reason is None} == (
+        {"float16", "bfloat16", "float32"} if ampere else {"float16"}
+    )
+
+
+# ---- seeded bugs ----
+
+SIZED: dict[str, Any] = {"n": (40, 100), "d": (24, 40), "heads": (4, 2), "batch": (2,), "dtype": "float16"}
+FLOAT = replace(SMALL, mma_k=8)
+ONE_STAGE = replace(SMALL, b_r=64, warps=2, stages=1)
+TURING = replace(SMALL, stages=1, mma_k=8, async_copy=False)
+PROBLEMS = {
+    "plain": (Case("mma-plain", **SIZED), replace(SMALL, b_r=64, warps=2)),
+    "one-stage": (Case("mma-one-stage", **SIZED), ONE_STAGE),
+    "causal": (Case("mma-causal", **SIZED, options={"causal": True}), SMALL),
+    "ramp": (Case("mma-ramp", **SIZED, values="ramp"), SMALL),
+    "negative": (Case("mma-negative", **SIZED, options={"scale": -0.3}), SMALL),
+    "zero": (Case("mma-zero", **SIZED, options={"scale": 0.0, "causal": True}), SMALL),
+    "hot": (Case("mma-hot", n=(65, 130), heads=(2, 1), values="exact-hot", options={"scale": 2.0**30}), SMALL),
+    "bias": (Case("mma-bias", **SIZED, bias="bhqk"), SMALL),
+    "softcap": (Case("mma-softcap", **SIZED, bias="---k", options={"softcap": 1.5}), SMALL),
+    "strong-softcap": (Case("mma-strong-softcap", **SIZED, options={"softcap": 0.5}), SMALL),
+    "mask": (Case("mma-mask", **SIZED, mask="bhqk"), SMALL),
+    "packed": (Case("mma-packed", **SIZED | {"n": (9, 40)}, mask="bhqk", bias="-h-k"), PACKED),
+    "turing": (Case("mma-turing", **SIZED), TURING),
+    "swizzled": (Case("mma-swizzled", **SIZED | {"d": (64, 64)}), replace(SMALL, swizzle=True)),
+    "tile-sums": (Case("mma-tile-sums", **SIZED), replace(SMALL, tile_sums=True)),
+    "float": (Case("mma-float", **SIZED | {"dtype": "float32"}), FLOAT),
+    "infinite": (Case("mma-infinite", **SIZED | {"dtype": "float32"}, values="infinite-key"), FLOAT),
+    "denormal": (Case("mma-denormal", **SIZED | {"dtype": "float32"}, values="denormal-values"), FLOAT),
+}
+
+KERNEL, TILES, PRODUCTS, SOFTMAX = "forward_mma.cu", "mma_tile.cuh", "mma_products.cuh", "mma_softmax.cuh"
+MUTANTS = [
+    # ---- copies and barriers ----
+    Mutant(
+        "tile-read-before-it-came", KERNEL, "wait_for_copies<kAhead - 1>()", "wait_for_copies<kAhead>()", ("plain",)
+    ),
+    Mutant(
+        "no-barrier-before-a-tile",
+        KERNEL,
+        "    __syncthreads();                // for every",
+        "    // for every",
+        ("plain",),
+    ),
+    Mutant(
+        "no-barrier-before-k-is-replaced",
+        KERNEL,
+        "      __syncthreads();       // and every warp",
+        "      //",
+        ("one-stage",),
+    ),
+    Mutant("v-read-before-it-came", KERNEL, "      wait_for_copies<0>();  // V_j", "      // V_j", ("one-stage",)),
+    Mutant("no-warp-barrier-before-o-is-stored", KERNEL, "    __syncwarp();\n", "", ("plain",)),
+    Mutant("stage-used-too-early", KERNEL, "load_k(j + kAhead);", "load_k(j + kAhead); load_k(j);", ("plain",)),
+    Mutant("rows-beyond-the-end-loaded", TILES, "first < rows_left ?", "true ?", ("plain",)),
+    Mutant("columns-beyond-the-end-loaded", TILES, "elements > 0 ? kChunkBytes : 0", "kChunkBytes", ("plain",)),
+    Mutant("swizzle-forgotten-on-the-way-back", TILES, "(address ^ chunks %", "(address + chunks %", ("swizzled",)),
+    # ---- fragments ----
+    Mutant("k-fragments-mixed-up", PRODUCTS, "lane.index / 8 % 2", "lane.index / 16", ("plain",)),
+    Mutant("p-halves-mixed-up", PRODUCTS, "p[1] = packed(s0[2]", "p[1] = packed(s1[2]", ("plain",)),
+    Mutant(
+        "v-block-twice",
+        PRODUCTS,
+        "multiply(o1, p, v[2], v[3])",
+        "multiply(o1, p, v[0], v[1])",
+        ("plain",),
+    ),
+    Mutant("second-half-of-a-step-left-out", PRODUCTS, "      mma_m16n8k8(d, a1, b1, T{});\n", "", ("turing",)),
+    Mutant("row-8-taken-for-row-0", KERNEL, "8 * (r % 2) + lane.g", "lane.g", ("causal",)),
+    Mutant("small-parts-left-out", PRODUCTS, "mma_m16n8k8_tf32(cross[i][n], a[i].small, b[n].big);", "", ("float",)),
+    Mutant(
+        "float-keys-mixed-up",
+        PRODUCTS,
+        "split<kCareful>(weight[2], p[i].big[1]",
+        "split<kCareful>(weight[1], p[i].big[1]",
+        ("float",),
+    ),
+    Mutant("part-of-an-infinity-not-minded", PRODUCTS, "fabsf(of_big[e]) < kInfinity ?", "true ?", ("infinite",)),
+    Mutant("small-values-lost", KERNEL, "size < kSmall * l", "false", ("denormal",)),
+    # ---- softmax ----
+    Mutant(
+        "o-not-rescaled",
+        SOFTMAX,
+        "o[r / 2][b][2 * (r % 2) + e] *= factor",
+        "o[r / 2][b][2 * (r % 2) + e] *= 1",
+        ("ramp",),
+    ),
+    Mutant("l-not-rescaled", SOFTMAX, "    l[r] *= factor;\n", "", ("ramp",)),
+    Mutant("l-of-two-lanes", SOFTMAX, "x += __shfl_xor_sync(0xffffffff, x, step)", "x += step * 0", ("plain",)),
+    Mutant("coarse-reference", SOFTMAX, "fabsf(m * c) < kFar", "fabsf(m * c) < 1e30f", ("hot",)),
+    Mutant("sign-of-the-scale-lost", KERNEL, "score.scale_log2 <= 0", "score.scale_log2 < -1e30f", ("negative",)),
+    Mutant("scale-of-zero-not-minded", SOFTMAX, "c == 0 ? 1.0f : fminf(c, kLargest)", "c", ("zero",)),
+    # ---- scores and masks ----
+    Mutant("bias-of-the-next-key", KERNEL, "place(tile)[column] =", "place(tile)[column ^ 1] =", ("softcap",)),
+    Mutant("large-scores-capped-as-small-ones", KERNEL, "__all_sync(0xffffffff, small)", "true", ("strong-softcap",)),
+    Mutant("mask-bits-mixed-up", KERNEL, "<< (2 * j + e)", "<< (2 * j + 1 - e)", ("mask",)),
+    Mutant(
+        "bias-stored-too-early",
+        KERNEL,
+        "place(i32 tile) const { return smem + tile % 2 * kBc; }",
+        "place(i32 tile) const { return smem; }",
+        ("softcap",),
+    ),
+    Mutant(
+        "bias-of-a-row-that-is-not-there",
+        KERNEL,
+        "row = min(at.query_row(number), see.query_length - 1)",
+        "row = at.query_row(number)",
+        ("bias",),
+    ),
+    Mutant(
+        "sums-of-a-tile-not-added",
+        PRODUCTS,
+        "o[i][c + e / 4][e % 4] += sums",
+        "o[i][c + e / 4][e % 4] = sums",
+        ("tile-sums",),
+    ),
+    Mutant("packed-rows-of-one-head", KERNEL, "(first + row) % group", "0", ("packed",)),
+    Mutant("packed-mask-of-the-first-head", KERNEL, "see.of_head(at.head_offset(number))", "see", ("packed",)),
+]
+
+
+@functools.cache
+def problem(name: str) -> tuple[dict[str, Any], gold.Expected]:
+    case, _ = PROBLEMS[name]
+    inputs = make_inputs(case)
+    return inputs, gold.expect(**inputs, **case.options)
+
+
+def complaint(name: str, texts: Any) -> str | None:
+    """What is wrong with the result of a kernel made from `texts`; None where nothing is."""
+    inputs, expected = problem(name)
+    case, config = PROBLEMS[name]
+    try:
+        expected.check(*attention(inputs, case.options, config, texts=texts))
+    except (EmulatorError, AssertionError) as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_mma_kernel_without_a_seeded_bug_passes(name):
+    assert complaint(name, None) is None
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
+def test_seeded_bug_of_the_mma_kernel_is_found(mutant: Mutant):
+    texts = mutant.texts(kernel_texts())
+    assert any(complaint(name, texts) for name in mutant.problems), "no problem shows the bug"

@@ -1,0 +1,214 @@
+"""The Hopper forward kernel, emulated on the CPU, against the plain formula; and seeded bugs, which must be found."""
+
+import functools
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import gold
+import numpy as np
+import pytest
+from cases import CASES, Case, make_inputs, random_case
+from emulator import SCHEDULES, EmulatorError, Schedule, kernel_texts, why_no_emulator
+from emulator.forward import attention, read
+from emulator.mutants import Mutant
+from emulator.mutants_wgmma import MUTANTS, PROBLEMS
+
+from cuflash.config import WgmmaConfig
+from cuflash.device import known_device
+from cuflash.problem import Problem, Spec
+from cuflash.tensor_maps import why_no_tensor_map
+
+pytestmark = pytest.mark.skipif(why_no_emulator() is not None, reason=str(why_no_emulator()))
+
+H200 = known_device("sm_90")
+CONFIGS = (
+    WgmmaConfig(consumers=2, b_c=64),
+    WgmmaConfig(consumers=1, b_c=32, stages=1, ping_pong=False),
+    WgmmaConfig(consumers=3, b_c=48, q_stages=2, speculative=False),
+    WgmmaConfig(consumers=2, b_c=80, stages=3, ping_pong=False),
+)
+MORE_CONFIGS = (
+    WgmmaConfig(consumers=4, b_c=16, stages=3),
+    WgmmaConfig(consumers=2, b_c=176, stages=1, q_stages=2),
+    WgmmaConfig(consumers=1, b_c=128, stages=2, q_stages=3, ping_pong=False, speculative=False),
+)
+SMALL = WgmmaConfig(consumers=2, b_c=32)
+ADVERSARIES = (
+    *SCHEDULES,
+    Schedule("reverse", asynchronous="at_last"),
+    *(Schedule("random", True, resident=2 + seed % 2, asynchronous="at_random", seed=seed) for seed in range(4, 7)),
+)
+LEFT_OUT = ("d-40-16-bit", "d-96", "d-96-16-bit", "d-160-16-bit", "d-192", "d-192-16-bit")  # others are much like these
+
+
+def pick(choices: Any, key: Any) -> Any:
+    """One of the choices, for the same key always the same."""
+    return choices[zlib.crc32(str(key).encode()) % len(choices)]
+
+
+def problem_of(case: Case) -> Problem:
+    return read(make_inputs(case), case.options)[1]
+
+
+def configs_for(problem: Problem) -> list[WgmmaConfig]:
+    if problem.is_empty(True) or why_no_tensor_map(problem):
+        return []
+    return [config for config in CONFIGS if config.why_illegal(problem.spec, H200) is None]
+
+
+def choose(cases: list[Case]) -> Iterator[tuple[Case, WgmmaConfig]]:
+    """Of the cases that the kernel serves, the first of each Spec, half of those about values, an eighth of the others.
+
+    Each Spec is tried in one 16-bit type and with one configuration, so that it is compiled once.
+    """
+    known: dict[Spec, tuple[Spec, int]] = {}
+    for case in cases:
+        if (
+            case.id not in LEFT_OUT
+            and case.dtype in ("float16", "bfloat16")
+            and (configs := configs_for(problem := problem_of(case)))
+        ):
+            spec = problem.spec
+            own, count = known.get(replace(spec, dtype="float16"), (spec, 0))
+            known[replace(spec, dtype="float16")] = own, count + (own == spec)
+            if own == spec and count % (8 if case.values == "normal" else 2) == 0:
+                yield case, pick(configs, spec)
+
+
+CHOSEN = list(choose(CASES))
+
+
+def check(case: Case, config: WgmmaConfig, schedule: Schedule | None = None, blocks: int = 2) -> None:
+    inputs = make_inputs(case)
+    out, lse = attention(inputs, case.options, config, schedule or pick(ADVERSARIES, case.id), blocks=blocks)
+    gold.check(out, lse, **inputs, **case.options)
+
+
+@pytest.mark.parametrize(("case", "config"), [pytest.param(*each, id=each[0].id) for each in CHOSEN])
+def test_wgmma_kernel_is_as_exact_as_the_rule_asks(case, config):
+    check(case, config)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_wgmma_kernel_is_right_for_a_random_problem(seed):
+    cases = [random_case(5000 + 100 * seed + number) for number in range(40)]
+    case, config = next(choose([replace(case, views={}) for case in cases]))
+    check(case, config, Schedule("random", True, resident=3, asynchronous="at_random", seed=seed), blocks=3)
+
+
+@pytest.mark.parametrize("config", MORE_CONFIGS, ids=str)
+def test_wgmma_kernel_is_right_with_other_configurations(config):
+    check(Case("configured", n=(300, 220), d=(16, 32), dtype="bfloat16", options={"causal": True}), config)
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 7])
+def test_tiles_are_shared_out_among_any_number_of_blocks(blocks):
+    case = Case("shared", n=(150, 100), heads=(4, 2), batch=(2,))
+    check(case, SMALL, Schedule("random", resident=3, asynchronous="at_random", seed=6), blocks)
+
+
+@pytest.mark.parametrize("id", ["window", "lengths", "soaring"])
+def test_bits_do_not_depend_on_the_schedule(id):
+    case, config = PROBLEMS[id]
+    inputs = make_inputs(case)
+    schedules = list(enumerate(ADVERSARIES))
+    results = [attention(inputs, case.options, config, each, blocks=2 + number % 2) for number, each in schedules]
+    assert len({out.tobytes() + lse.tobytes() for out, lse in results}) == 1
+
+
+def test_bits_of_a_row_do_not_depend_on_the_other_rows():
+    case, config = PROBLEMS["rising"]
+    inputs = make_inputs(case)
+    whole, _ = attention(inputs, case.options, config)
+    other = inputs | {"q": inputs["q"].copy()}
+    other["q"][:, :, 1::2] *= -3
+    other["q"][:, :, 2::16] = np.inf
+    changed, _ = attention(other, case.options, config)
+    same = np.arange(case.n[0]) % 2 == 0
+    same[2::16] = False
+    assert np.array_equal(whole[:, :, same], changed[:, :, same])
+
+
+# ---- references that are guessed: each tile of keys scores higher than those before it ----
+
+
+def climb(dtype: Any, steps: list[float], n_q: int = 70) -> dict[str, Any]:
+    """Inputs of 32 keys a tile; in the order of the kernel, tile t scores the sum of `steps[: t + 1]`, in log2 units.
+
+    Every third row scores the opposite, every fifth a half of it.
+    """
+    rng = np.random.default_rng(11)
+    n_k = 32 * len(steps)
+    q, k = rng.standard_normal((1, 1, n_q, 16)) * 0.1, rng.standard_normal((1, 1, n_k, 16)) * 0.1
+    q[..., 0] = 1
+    q[..., ::3, 0] = -1
+    q[..., ::5, 0] /= 2
+    k[..., 0] = np.repeat(np.cumsum(steps)[::-1], 32) * np.log(2)
+    v = rng.standard_normal((1, 1, n_k, 16))
+    return {name: x.astype(dtype) for name, x in (("q", q), ("k", k), ("v", v))}
+
+
+CLIMBS = {
+    "just below what is noticed": [0, 9, 0, 0, 0],
+    "a little": [0, 12, 12, 12, 12, 12, 12],
+    "as far as float16 goes": [0, 15, 0, 15, 0, 15, 0],
+    "often": [0, *[20] * 9],
+    "nearly too far": [0, 95, 95, 0],
+    "so far that scores are lost": [0, 105, 0, 20, 105],
+    "beyond the range of float": [0, 130, 0, 400, 0],
+    "far": [0, 5000, 5000, 0, 3000],
+    "from far below": [-6000, 100, 5900, 30],
+    "down": [0, -100, -3000, 0],
+    "up and down": [0, 60, -60, 70, -200, 300, 0],
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("how", CLIMBS)
+def test_rows_whose_scores_climb_are_exact(how, dtype):
+    inputs = climb(np.dtype(dtype), CLIMBS[how])
+    for schedule in ADVERSARIES[0], pick(ADVERSARIES[1:], how):
+        out, lse = attention(inputs, {"scale": 1.0}, SMALL, schedule)
+        gold.check(out, lse, **inputs, scale=1.0)
+
+
+# ---- seeded bugs ----
+
+
+@functools.cache
+def problem(name: str) -> tuple[dict[str, Any], gold.Expected]:
+    case, _ = PROBLEMS[name]
+    inputs = make_inputs(case)
+    return inputs, gold.expect(**inputs, **case.options)
+
+
+def complaint(name: str, texts: Any, schedule: Schedule) -> str | None:
+    """What is wrong with the result of a kernel made from `texts`; None where nothing is."""
+    inputs, expected = problem(name)
+    case, config = PROBLEMS[name]
+    try:
+        expected.check(*attention(inputs, case.options, config, schedule, texts=texts))
+    except (EmulatorError, AssertionError) as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_wgmma_kernel_without_a_seeded_bug_passes(name):
+    assert complaint(name, None, SCHEDULES[0]) is None
+
+
+def test_seeded_bug_of_which_a_part_no_longer_applies_is_an_error():
+    stale = Mutant("stale", "wgmma_shared.cuh", "u32 parity = 0;", "", (), also=(("no such text", ""),))
+    with pytest.raises(LookupError, match=r"stale must apply to wgmma_shared\.cuh 1 times, found 0 of 'no such text'"):
+        stale.texts(kernel_texts())
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
+def test_seeded_bug_of_the_wgmma_kernel_is_found(mutant: Mutant):
+    texts = mutant.texts(kernel_texts())
+    assert any(complaint(name, texts, schedule) for name in mutant.problems for schedule in SCHEDULES), (
+        "nothing shows it"
+    )
