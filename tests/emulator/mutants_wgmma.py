@@ -21,8 +21,8 @@ PROBLEMS = {
     "window": (Case("wgmma-window", **SIZED, options={"window": (20, 9), "causal": "top-left"}), USUAL),
     "rising": (Case("wgmma-rising", **SMALL, values="falling"), USUAL),
     "rising-by-care": (Case("wgmma-rising-by-care", **SMALL, values="falling"), replace(USUAL, speculative=False)),
-    "soaring": (Case("wgmma-soaring", **SMALL, values="steep-ramp", options={"scale": -0.125}), USUAL),
-    "wild": (Case("wgmma-wild", **SMALL, values="hot", options={"scale": 4.0}), USUAL),
+    "soaring": (Case("wgmma-soaring", **SIZED, values="steep-ramp", options={"scale": -0.125}), USUAL),
+    "wild": (Case("wgmma-wild", **SMALL, values="hot", options={"scale": 1.0}), USUAL),
     "hot": (Case("wgmma-hot", **SMALL, values="exact-hot", options={"scale": 2.0**20}), USUAL),
     "lengths": (
         Case("wgmma-lengths", **SIZED | {"heads": (2, 1), "batch": (2,)}, kv_lengths=(90, 45), q_lengths=(150, 90)),
