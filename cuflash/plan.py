@@ -154,7 +154,7 @@ def default_config(spec: Spec, device: DeviceInfo) -> SimtConfig | MmaConfig | W
     """The default family's default tiles: tensor cores wherever they serve `spec`."""
     if why_not_wgmma(spec, device) is None:
         return wgmma_default(spec, device)
-    return mma_default(spec, device) if why_not_mma(spec, device) is None else simt_default(spec, device)
+    return mma_default(spec, device) if why_not_mma_by_default(spec, device) is None else simt_default(spec, device)
 
 
 def wgmma_default(spec: Spec, device: DeviceInfo, n_k: int = 0) -> WgmmaConfig:
@@ -175,6 +175,14 @@ def why_not_wgmma_here(problem: Problem, device: DeviceInfo) -> str | None:
     if problem.n_k > MANY_KEYS:
         return f"sums over {problem.n_k} keys in tensor cores lose too much"
     return None
+
+
+def why_not_mma_by_default(spec: Spec, device: DeviceInfo) -> str | None:
+    """Why the tensor-core family does not serve `spec`, or not best; None where it does."""
+    crowded = spec.mask and spec.bias is not None and spec.softcap and max(spec.d, spec.d_v) > 128
+    if spec.dtype == "float32" and crowded:
+        return "float32 of such head dims with mask, bias and softcap together would spill registers"
+    return why_not_mma(spec, device)
 
 
 def mma_default(spec: Spec, device: DeviceInfo) -> MmaConfig:
@@ -233,7 +241,7 @@ def choose(problem: Problem, device: DeviceInfo | None, config: object = None) -
             hopper = wgmma_default(problem.spec, device, problem.n_k)
             return Choice("wgmma", hopper, "default", {**ruled_out, **others})
         ruled_out["wgmma"] = not_wgmma
-        if reason := why_not_mma(problem.spec, device):
+        if reason := why_not_mma_by_default(problem.spec, device):
             return Choice("simt", simt_default(problem.spec, device), "default", {**ruled_out, "mma": reason})
         chosen = adapted(mma_default(problem.spec, device), problem)
         return Choice("mma", chosen, "default", {**ruled_out, "simt": "tensor cores serve the call"})
