@@ -162,7 +162,8 @@ def wgmma_default(spec: Spec, device: DeviceInfo, n_k: int = 0) -> WgmmaConfig:
     for default in WGMMA_DEFAULTS:
         if default.serves(spec, n_k) and default.config.why_illegal(spec, device) is None:
             takes_turns = max(spec.d, spec.d_v) < LARGE_HEAD_DIM or not spec.right
-            return default.config if takes_turns else replace(default.config, ping_pong=False)
+            # The speculative maximum is faster and breaks the rule of exactness where one key dominates a float16 row.
+            return replace(default.config, ping_pong=takes_turns and default.config.ping_pong, speculative=False)
     raise ValueError(f"no tile configuration of the wgmma family is legal for {spec} on {device.name}")
 
 

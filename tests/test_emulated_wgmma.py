@@ -212,3 +212,16 @@ def test_seeded_bug_of_the_wgmma_kernel_is_found(mutant: Mutant):
     assert any(complaint(name, texts, schedule) for name in mutant.problems for schedule in SCHEDULES), (
         "nothing shows it"
     )
+
+
+def hot(number: int) -> Case:
+    """Scores in which a few keys, or one, take nearly all the weight of a row."""
+    return Case(f"wgmma-wild-{number}", n=(130, 160), d=(64, 64), heads=(2, 1), values="hot", options={"scale": 4.0})
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_dominant_keys_are_as_exact_as_the_rule_asks_with_the_true_maximum(number):
+    case = hot(number)
+    inputs = make_inputs(case)
+    out, lse = attention(inputs, case.options, replace(SMALL, speculative=False))
+    gold.check(out, lse, **inputs, **case.options)
