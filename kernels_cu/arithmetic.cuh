@@ -47,5 +47,6 @@ __device__ __forceinline__ float tanh_of(float x) {
   return fabsf(x) < kTanhSmall ? tanh_of_small(x) : tanh_of_large(x);
 }
 __device__ __forceinline__ double tanh_of(double x) { return tanh(x); }
+__device__ __forceinline__ float log2_of(float x) { return log2f(x); }
 __device__ __forceinline__ float log_of(float x) { return logf(x); }
 __device__ __forceinline__ double log_of(double x) { return log(x); }

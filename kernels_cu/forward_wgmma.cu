@@ -233,7 +233,7 @@ struct Consumer {
     finish_scores_of_tile<kFirst>(s, 0);
     float offset[2] = {rows.m[0] * c, rows.m[1] * c}, factor[2], sum[2];
     bool raised = false;
-    if (!rows.speculates) raised = rows.raise(s, c, offset, factor);
+    if (!rows.speculates) raised = rows.raise(s, c, lane, offset, factor);
     Rows::weigh(s, c, offset, sum);
 
     if constexpr (kPending) {
@@ -252,7 +252,7 @@ struct Consumer {
       if (raised) Rows::rescale(o, factor);
     }
     if constexpr (kMayRepair) {
-      if (Rows::is_suspicious(sum))
+      if (rows.is_outgrown(sum))
         rows.repair(s, sum, p, o, c, lane, [&](float (&part)[kPartKeys / 2], i32 key) {
           const u32 q = shared.q(q_ring.slot, warpgroup), k = shared.k(k_ring.slot);
           multiply_q_k_again(part, q, k + key * kPanelRowBytes, warp, lane);

@@ -2,18 +2,20 @@
 //
 // The weight of a score s is 2^(c (s - m)). Without softcap and bias, s is q . k and c = |scale| log2(e), Q having taken the sign;
 // otherwise s is the finished score and c = log2(e). The reference m is the maximum of a tile of the row's past, or near it. It moves
-// when
-//   - the row trusts it (kSpeculative), and the sum over a lane's keys of a tile shows that the scores have outgrown it, or
-//   - the row does not, and the maximum of the tile exceeds it by more than kSlack.
+// only when it matters (most_weight): weights must not overflow, and none above 1 may be most of l, because P rounds it and l does not;
+// the weight of the maximum itself is exactly 1. Where the row
+//   - trusts its reference (kSpeculative), this is asked of the sum over a lane's keys of a tile, after the fact;
+//   - does not, of the maximum of the tile.
 // A row trusts its reference from its first visible key on until that was repaired kRepairs times, or weights overflowed. All of this
 // is decided by the row's own scores; the warp votes only on whether code is to run at all.
 #pragma once
 
 constexpr bool kFolded = !kSoftcap && !kBias;
-constexpr float kSlack = 8;          // in log2 units: weights stay below 2^8
+constexpr float kMostWeight = 0x1p8f;
 constexpr float kMostSum = 0x1p15f;  // of a lane's weights in a tile: so that each is a float16
+constexpr float kMostOfSum = 4;      // times a lane's part of l, which is about l
 constexpr float kLost = 0x1p100f;    // such a sum is as good as infinite: the factor that makes up for it would not be a normal number
-constexpr float kFar = 4096;         // of references in log2 units: beyond it, the rounding of c m would show in P
+constexpr float kFar = 1024;         // of references in log2 units: beyond it, the rounding of c m would show in P
 constexpr float kLargest = 3.4028234664e38f;
 constexpr i32 kRepairs = kSpeculative ? 4 : 0;
 constexpr i32 kPartKeys = kBc % 32 == 0 ? 32 : 16;  // of a tile, whose scores are computed again at a time
@@ -36,7 +38,7 @@ __device__ __forceinline__ float max_over_quad(float x) {
   for (i32 step = 1; step < 4; step *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, step));
   return x;
 }
-__device__ __forceinline__ bool any_of_quad(bool x, i32 lane) { return (__ballot_sync(0xffffffff, x) >> (lane & ~3) & 15) != 0; }
+__device__ __forceinline__ bool any_of_quad(u32 ballot, i32 lane) { return (ballot >> (lane & ~3) & 15) != 0; }
 
 __device__ __forceinline__ constexpr i32 row_of_s(i32 i) { return i / 2 % 2; }  // which of a lane's two rows register i holds
 __device__ __forceinline__ constexpr i32 row_of_p(i32 i) { return i % 2; }
@@ -79,6 +81,9 @@ __device__ __forceinline__ void finish_scores(float (&s)[n], const Scores& score
   }
 }
 
+// The most that weights may be in a row whose sum is `l` so far, over this lane's keys
+__device__ __forceinline__ float most_weight(float l, float most) { return fmaxf(1.0f, fminf(kMostOfSum * l, most)); }
+
 // The two rows of a lane. Sums are over the lane's own keys.
 struct Rows {
   float l[2] = {};
@@ -108,20 +113,21 @@ struct Rows {
 
   // Brings the rows that do not trust their references up to the maximum of the tile, and c (s - m) to c s - `offset`. Returns whether O
   // must be multiplied by `factor`.
-  __device__ __forceinline__ bool raise(float (&s)[kSRegisters], float c, float (&offset_of)[2], float (&factor)[2]) {
+  __device__ __forceinline__ bool raise(float (&s)[kSRegisters], float c, i32 lane, float (&offset_of)[2], float (&factor)[2]) {
     float tile_max[2];
-    bool rises[2];
+    u32 rises[2];  // a bit a lane
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
       tile_max[r] = row_max(s, r, -kInfinity);
-      rises[r] = !trusts(r) && (tile_max[r] - m[r]) * c > kSlack;
+      const float largest = exp2_of((tile_max[r] - m[r]) * c);
+      rises[r] = __ballot_sync(0xffffffff, !trusts(r) && largest > most_weight(l[r], kMostWeight));
       factor[r] = 1;
     }
-    const bool raised = __any_sync(0xffffffff, rises[0] || rises[1]);
+    const bool raised = (rises[0] | rises[1]) != 0;
     if (raised) {
 #pragma unroll
       for (i32 r = 0; r < 2; ++r)
-        if (rises[r]) {
+        if (any_of_quad(rises[r], lane)) {
           factor[r] = move(r, tile_max[r], c);
           l[r] *= factor[r];
         }
@@ -154,13 +160,16 @@ struct Rows {
     for (i32 r = 0; r < 2; ++r) l[r] += sum[r];
   }
 
-  // Whether a tile's weights may have outgrown a reference: to be asked of what `weigh` summed up
-  static __device__ __forceinline__ bool is_suspicious(const float (&sum)[2]) {
-    return __any_sync(0xffffffff, !(sum[0] <= kMostSum && sum[1] <= kMostSum));
+  // Whether a tile's weights, which `weigh` summed up, have outgrown the reference of a row of which this lane holds keys
+  __device__ __forceinline__ bool outgrows(i32 row, const float (&sum)[2]) const {
+    return (speculates || trusts(row)) && !(sum[row] <= most_weight(l[row], kMostSum));
+  }
+  __device__ __forceinline__ bool is_outgrown(const float (&sum)[2]) const {
+    return __any_sync(0xffffffff, outgrows(0, sum) || outgrows(1, sum));
   }
 
-  // Gives rows whose weights are too large for their references better ones, and multiplies everything that was measured from the old
-  // ones, O included. Where weights overflowed the scores are lost; `scores_again(part, key)` gives those of the keys from `key` on once more.
+  // Makes the largest weight the reference of such rows, and multiplies everything that was measured from the old one, O included. Where
+  // weights overflowed the scores are lost; `scores_again(part, key)` gives those of the keys from `key` on once more.
   template <class ScoresAgain>
   __device__ __forceinline__ void repair(float (&s)[kSRegisters], float (&sum)[2], u32 (&p)[kPRegisters], float (&o)[kORegisters], float c,
                                          i32 lane, const ScoresAgain& scores_again) {
@@ -168,14 +177,13 @@ struct Rows {
     float factor[2];
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
-      const bool outgrown = any_of_quad(!(sum[r] <= kMostSum), lane) && trusts(r);
-      lost[r] = any_of_quad(!(sum[r] < kLost), lane) && outgrown;
+      const bool outgrown = any_of_quad(__ballot_sync(0xffffffff, outgrows(r, sum)), lane);
+      lost[r] = any_of_quad(__ballot_sync(0xffffffff, !(sum[r] < kLost)), lane) && outgrown;
       factor[r] = 1;
       const float largest = row_max(s, r, 0);
       if (outgrown && !lost[r]) {
         --repairs_left[r];
-        const i32 exponent = (__float_as_int(largest) >> 23) - 127;
-        factor[r] = move(r, m[r] + static_cast<float>(exponent) / c, c);
+        factor[r] = move(r, m[r] + log2_of(largest) / c, c);
         sum[r] *= factor[r];
       }
     }

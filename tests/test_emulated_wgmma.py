@@ -174,6 +174,56 @@ def test_rows_whose_scores_climb_are_exact(how, dtype):
         gold.check(out, lse, **inputs, scale=1.0)
 
 
+# ---- dominant keys ----
+
+
+def hot(number: int) -> Case:
+    """Scores in which a few keys, or one, take nearly all the weight of a row."""
+    return Case(f"wgmma-wild-{number}", n=(130, 160), d=(64, 64), heads=(2, 1), values="hot", options={"scale": 4.0})
+
+
+def late_key(dtype: Any, n_q: int = 2) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Inputs of three tiles of 32 keys, and the options.
+
+    In the order of the kernel, one key of the first tile scores 0, and one of the second takes nearly all, with a weight
+    that, measured from 0, would be rounded by nearly half a unit of `dtype`.
+    """
+    rng = np.random.default_rng(12)
+    weight = 128 * (1 + 0.95 * gold.EPSILON[dtype.name] / 2)
+    q, k, v = np.zeros((1, 1, n_q, 16)), np.zeros((1, 1, 96, 16)), rng.standard_normal((1, 1, 96, 64))
+    q[..., 0], k[..., 0] = 1, -4
+    k[..., 70, 0], k[..., 40, 0] = 0, 1
+    return {name: x.astype(dtype) for name, x in (("q", q), ("k", k), ("v", v))}, {"scale": float(np.log(weight))}
+
+
+SPECULATIVE = pytest.mark.parametrize("speculative", [True, False], ids=["speculative", "true-maximum"])
+SIXTEEN_BIT = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+
+
+@SPECULATIVE
+@pytest.mark.parametrize("number", range(8))
+def test_dominant_keys_are_as_exact_as_the_rule_asks(number, speculative):
+    check(hot(number), replace(SMALL, speculative=speculative))
+
+
+@SPECULATIVE
+@SIXTEEN_BIT
+def test_late_dominant_key_is_not_rounded(dtype, speculative):
+    inputs, options = late_key(np.dtype(dtype))
+    out, lse = attention(inputs, options, replace(SMALL, speculative=speculative))
+    gold.check(out, lse, **inputs, **options)
+
+
+@SPECULATIVE
+@SIXTEEN_BIT
+def test_late_dominant_key_would_be_rounded_if_weights_were_bounded_by_their_range_alone(dtype, speculative):
+    bug = Mutant("by-range-alone", "wgmma_softmax.cuh", "kMostOfSum = 4", "kMostOfSum = 1e30f", ())
+    inputs, options = late_key(np.dtype(dtype))
+    out, lse = attention(inputs, options, replace(SMALL, speculative=speculative), texts=bug.texts(kernel_texts()))
+    with pytest.raises(AssertionError):
+        gold.check(out, lse, **inputs, **options)
+
+
 # ---- seeded bugs ----
 
 
@@ -212,16 +262,3 @@ def test_seeded_bug_of_the_wgmma_kernel_is_found(mutant: Mutant):
     assert any(complaint(name, texts, schedule) for name in mutant.problems for schedule in SCHEDULES), (
         "nothing shows it"
     )
-
-
-def hot(number: int) -> Case:
-    """Scores in which a few keys, or one, take nearly all the weight of a row."""
-    return Case(f"wgmma-wild-{number}", n=(130, 160), d=(64, 64), heads=(2, 1), values="hot", options={"scale": 4.0})
-
-
-@pytest.mark.parametrize("number", range(8))
-def test_dominant_keys_are_as_exact_as_the_rule_asks_with_the_true_maximum(number):
-    case = hot(number)
-    inputs = make_inputs(case)
-    out, lse = attention(inputs, case.options, replace(SMALL, speculative=False))
-    gold.check(out, lse, **inputs, **case.options)

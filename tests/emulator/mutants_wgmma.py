@@ -22,7 +22,7 @@ PROBLEMS = {
     "rising": (Case("wgmma-rising", **SMALL, values="falling"), USUAL),
     "rising-by-care": (Case("wgmma-rising-by-care", **SMALL, values="falling"), replace(USUAL, speculative=False)),
     "soaring": (Case("wgmma-soaring", **SIZED, values="steep-ramp", options={"scale": -0.125}), USUAL),
-    "wild": (Case("wgmma-wild", **SMALL, values="hot", options={"scale": 1.0}), USUAL),
+    "wild": (Case("wgmma-wild", **SMALL, values="hot", options={"scale": 3.0}), USUAL),
     "hot": (Case("wgmma-hot", **SMALL, values="exact-hot", options={"scale": 2.0**20}), USUAL),
     "lengths": (
         Case("wgmma-lengths", **SIZED | {"heads": (2, 1), "batch": (2,)}, kv_lengths=(90, 45), q_lengths=(150, 90)),
@@ -40,7 +40,7 @@ RELEASE_K = "    if constexpr (!kMayRepair) release_k();\n"
 RELEASE_V = (
     "    if constexpr (kPending) {\n      arrive(shared.empty_v(v_ring.slot));\n"  # where that no longer stands before
 )
-REPAIR = "      if (Rows::is_suspicious(sum))\n"
+REPAIR = "      if (rows.is_outgrown(sum))\n"
 MUTANTS = [
     # ---- tiles that are released too early, or read too early ----
     Mutant("k-released-before-its-product", KERNEL, WAIT_FOR_S + RELEASE_K, RELEASE_K + WAIT_FOR_S, ("plain",)),
@@ -172,7 +172,7 @@ MUTANTS = [
     Mutant("head-of-the-group", KERNEL, "tile.head / p.group", "tile.head % p.group", ("plain",)),
     # ---- softmax and what is stored ----
     Mutant("l-not-rescaled", SOFTMAX, "          l[r] *= factor[r];\n", "", ("rising-by-care",)),
-    Mutant("never-repaired", KERNEL, "if (Rows::is_suspicious(sum))", "if (false)", ("rising",)),
+    Mutant("never-repaired", KERNEL, "if (rows.is_outgrown(sum))", "if (false)", ("rising",)),
     Mutant(
         "lost-scores-not-recomputed",
         SOFTMAX,
