@@ -17,10 +17,10 @@ from typing import Any
 
 import cupy
 import numpy as np
-from timing import flops, interleaved
 
 import cuflash
 from cuflash.config import SimtConfig
+from cuflash.timing import flops, interleaved
 
 CASES = (  # dtype, D, N, causal; B * N = 16384, H * D = 2048
     ("float32", 128, 4096, False),

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import cupy
 import numpy as np
-from timing import flops, interleaved
 
 import cuflash
+from cuflash.timing import flops, interleaved
 
 N, D, SAMPLED = 2**20, 64, 8
 

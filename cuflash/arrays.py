@@ -8,8 +8,9 @@ handed back as its own kind.
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -102,9 +103,29 @@ class CupyKind(NumpyKind):
         data = array.data
         return array.shape, array.strides, array.dtype, data.device_id, data.ptr & 15
 
-    def address(self, array: Any) -> int:
+    def address(self, array: Any) -> Any:
         """Where its first element is."""
-        return int(array.data.ptr)
+        return array.data.ptr
+
+    def read(self, arrays: Sequence[Any]) -> tuple[list[Any], list[int]]:
+        """What of every array decides how it is computed on, and their addresses; None and 0 for one that is absent.
+
+        The strides of a contiguous array follow from its shape. An array of another kind raises AttributeError,
+        RuntimeError or TypeError, or reads like none that was checked: `kind_of` says what is wrong with it.
+        """
+        signatures: list[Any] = []
+        addresses = []
+        for array in arrays:
+            if array is None:
+                signatures.append(None)
+                addresses.append(0)
+            else:
+                data = array.data
+                address = data.ptr
+                strides = None if array._c_contiguous else array.strides
+                signatures += (array.shape, strides, array.dtype, data.device_id, address & 15)
+                addresses.append(address)
+        return signatures, addresses
 
     def memory(self, array: Any) -> Memory:
         """Where it lies."""
@@ -112,7 +133,12 @@ class CupyKind(NumpyKind):
 
     def new(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
         """A new array of the caller's kind."""
-        return import_cupy().ndarray(shape, DTYPE_OF[dtype])
+        return self.maker(shape, dtype, like)(like)
+
+    def maker(self, shape: tuple[int, ...], dtype: str, like: Any) -> Callable[[Any], Any]:
+        """What makes new arrays of the caller's kind, on the device of arrays that read as `like` does."""
+        ndarray, numpy_dtype = import_cupy().ndarray, DTYPE_OF[dtype]
+        return lambda like: ndarray(shape, numpy_dtype)
 
     def stream(self, like: Any) -> Any:
         """The stream to launch on; None is CuPy's current one."""
@@ -179,24 +205,46 @@ class TorchCudaKind(CupyKind):
             yield
 
     def signature(self, array: Any) -> Any:
-        return array.shape, array.stride(), array.dtype, array.device, array.data_ptr() & 15
+        return array.shape, array.stride(), array.dtype, array.get_device(), array.data_ptr() & 15
 
-    def address(self, array: Any) -> int:
-        return int(array.data_ptr())
+    def address(self, array: Any) -> Any:
+        return array.data_ptr()
+
+    def read(self, arrays: Sequence[Any]) -> tuple[list[Any], list[int]]:
+        torch = sys.modules["torch"]
+        if torch.autograd.forward_ad._current_level >= 0:
+            raise TypeError("tensors may have tangents")
+        signatures: list[Any] = []
+        addresses = []
+        for array in arrays:
+            if array is None:
+                signatures.append(None)
+                addresses.append(0)
+            else:
+                if array.requires_grad and torch.is_grad_enabled():
+                    raise TypeError("a tensor requires grad")
+                address = array.data_ptr()  # which no tensor has that torch.func transforms
+                strides = None if array.is_contiguous() else array.stride()
+                signatures += (array.shape, strides, array.dtype, array.get_device(), address & 15)
+                addresses.append(address)
+        return signatures, addresses
 
     def memory(self, array: Any) -> Memory:
         item = array.element_size()
         return Memory(array.data_ptr(), tuple(array.shape), tuple(step * item for step in array.stride()), item)
 
-    def new(self, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
+    def maker(self, shape: tuple[int, ...], dtype: str, like: Any) -> Callable[[Any], Any]:
         import torch
 
-        return torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
+        if like.is_contiguous() and like.shape == shape and like.dtype == getattr(torch, dtype):
+            maker: Callable[[Any], Any] = torch.empty_like  # the fastest
+            return maker
+        return operator.methodcaller("new_empty", shape, dtype=getattr(torch, dtype))
 
     def stream(self, like: Any) -> Any:
         import torch
 
-        return CudaStream(torch.cuda.current_stream(like.device).cuda_stream)
+        return CudaStream(torch._C._cuda_getCurrentRawStream(like.get_device()))
 
 
 class JaxKind(NumpyKind):
@@ -278,12 +326,15 @@ def kind_of(name: str, array: Any) -> NumpyKind:
         return CUPY
     if (torch := sys.modules.get("torch")) and isinstance(array, torch.Tensor):
         if array.requires_grad and torch.is_grad_enabled():
-            remedy = "Pass it detached, or call inside torch.no_grad()."
+            remedy = "Use cuflash.torch.attention, or pass it detached, or call inside torch.no_grad()."
             raise TypeError(NO_GRADIENT.format(name=name, what="requires grad", remedy=remedy))
         wrapped = torch._C._functorch.is_functorch_wrapped_tensor(array)  # by torch.func.grad, vmap, jvp
-        if wrapped or torch.autograd.forward_ad.unpack_dual(array).tangent is not None:
+        forward_ad = torch.autograd.forward_ad
+        if wrapped or (forward_ad._current_level >= 0 and forward_ad.unpack_dual(array).tangent is not None):
             remedy = "Call it outside of torch.func and of forward-mode differentiation."
             raise TypeError(NO_GRADIENT.format(name=name, what="is being transformed", remedy=remedy))
+        if array.is_cuda:
+            return TORCH["cuda"]
         if array.device.type not in TORCH:
             raise TypeError(f"{name} must be a tensor of the CPU or of a CUDA device, got one on {array.device}")
         return TORCH[array.device.type]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash import plan, reference
+from cuflash import plan, reference, tuned
 from cuflash.arrays import (
     CUPY,
     DTYPE_OF,
+    KIND_OF_TYPE,
     CupyKind,
     Memory,
     NumpyKind,
+    byte_bounds,
     canonical_view,
     describe,
     import_cupy,
@@ -24,8 +27,9 @@ from cuflash.arrays import (
 )
 from cuflash.config import NumpyConfig
 from cuflash.device import DeviceInfo, device_info
-from cuflash.launch import Launch, WgmmaLaunch, make_launch
-from cuflash.problem import Problem, read_problem
+from cuflash.launch import ADDRESSES, Launch, WgmmaLaunch, make_launch
+from cuflash.problem import VECTOR_BYTES, Operand, Problem, contiguous_strides, read_problem
+from cuflash.winner import key_of
 
 MAX_REMEMBERED_CALLS = 4096
 
@@ -51,11 +55,11 @@ class Call(NamedTuple):
     q: Any
     k: Any
     v: Any
+    out: Any = None
     mask: Any = None
     bias: Any = None
     q_lengths: Any = None
     kv_lengths: Any = None
-    out: Any = None
 
     def given(self) -> dict[str, Any]:
         """Those that are there, by name."""
@@ -107,7 +111,10 @@ def plan_call(call: Call, options: Options, config: Any) -> Planned:
                 raise ValueError(
                     f"all arrays of a call must be on one device, got q on {call.q.device} and {name} on {array.device}"
                 )
-    problem = read_problem(**{name: describe(name, array) for name, array in given.items()}, **options._asdict())
+    operands = {name: describe(name, array) for name, array in given.items()}
+    if not on_cpu:
+        operands |= {name: as_copied(operands[name]) for name in ("q", "k", "v") if is_strided(given[name])}
+    problem = read_problem(**operands, **options._asdict())
     if on_cpu and call.out is not None and not call.out.flags.writeable:
         raise ValueError("out must be writable, got a read-only array")
     refuse_overlap(call, memory_of)
@@ -115,14 +122,28 @@ def plan_call(call: Call, options: Options, config: Any) -> Planned:
     return Planned(problem, plan.choose(problem, device, config), device)
 
 
+def as_copied(operand: Operand) -> Operand:
+    """A strided array as the contiguous copy of it that the kernel is given."""
+    return operand._replace(strides=contiguous_strides(operand.shape), alignment=VECTOR_BYTES)
+
+
 def refuse_overlap(call: Call, memory: Callable[[Any], Memory]) -> None:
     """`out` is written while the inputs are still read."""
     if call.out is None:
         return
     written = memory(call.out)
-    for name, array in zip(call._fields[:-1], call[:-1], strict=True):
-        if array is not None and overlap(written, memory(array)):
+    for name, array in call._replace(out=None).given().items():
+        if overlap(written, memory(array)):
             raise ValueError(f"out must not overlap an input, got an array that shares memory with {name}")
+
+
+def attend(arrays: Sequence[Any], options: Sequence[Any], return_lse: bool, config: Any) -> Any:
+    """`attention`; `arrays` and `options` are in the order of `Call` and `Options`."""
+    kind = KIND_OF_TYPE.get(arrays[0].__class__) or kind_of("q", arrays[0])
+    if isinstance(kind, CupyKind):  # that the others are of this kind is seen when they are read
+        return attend_gpu(kind, arrays, options, return_lse, config)
+    call = Call(*arrays)
+    return attend_foreign(common_kind(call), call, make_options(*options), return_lse, config)
 
 
 # ---- the CPU ----
@@ -152,23 +173,38 @@ def attend_numpy(call: Call, options: Options, return_lse: bool, config: Any) ->
 # ---- the GPU ----
 
 
-class Remembered(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Remembered:
     """What a call of one signature on arrays of a GPU needs, checked, compiled and loaded.
 
     `launch` is None where there is nothing to compute, and where an array is `strided`, not contiguous along its last
-    axis.
+    axis. `new_out` and `new_lse` make arrays beside q. `inputs` are the arrays that are read: their place in a `Call`,
+    and the first byte and the one after the last, relative to the address; `written` are those of `out`.
     """
 
     device: int
+    current_device: Callable[[], int]
     launch: Launch | WgmmaLaunch | None
     strided: bool
-    out_shape: tuple[int, ...]
-    lse_shape: tuple[int, ...]
-    dtype: str
-    lse_dtype: str
+    new_out: Callable[[Any], Any]
+    new_lse: Callable[[Any], Any]
+    inputs: tuple[tuple[int, int, int], ...]
+    written: tuple[int, int]
+
+    def may_overlap(self, addresses: Sequence[int]) -> bool:
+        """Whether `out` may share memory with another array, by where they begin and end."""
+        first, last = self.written
+        low, high = addresses[OUT] + first, addresses[OUT] + last
+        for place, first, last in self.inputs:
+            if addresses[place] + first < high and low < addresses[place] + last:
+                return True
+        return False
 
 
+OUT = Call._fields.index("out")
+LSE = ADDRESSES.index("lse")  # which has its place among the addresses of the kernel, and is no argument
 REMEMBERED: dict[Any, Remembered] = {}
+tuned.when_changed.append(REMEMBERED.clear)
 
 
 def type_of_each(options: Options) -> Any:
@@ -177,35 +213,68 @@ def type_of_each(options: Options) -> Any:
     return scale.__class__, causal.__class__, softcap.__class__, None if window is None else tuple(map(type, window))
 
 
-def ready(kind: CupyKind, call: Call, options: Options, return_lse: bool, config: Any) -> Remembered:
-    """What `call` needs, remembered or made now."""
+def ready(
+    kind: CupyKind, arrays: Sequence[Any], options: Sequence[Any], return_lse: bool, config: Any
+) -> tuple[Remembered, list[int]]:
+    """What a call needs, remembered or made now, and the addresses of its arrays.
+
+    `arrays` and `options` are in the order of `Call` and `Options`, of which none is made where the call is remembered:
+    it was checked then.
+    """
+    scale, causal, window, softcap, layout = options
     try:
-        arrays = tuple([None if array is None else kind.signature(array) for array in call])
-        signature = arrays, options, type_of_each(options), bool(return_lse), config
+        key, addresses = kind.read(arrays)
+        types = scale.__class__, causal.__class__, softcap.__class__  # as keys, 1, 1.0 and True are equal
+        signature = (*key, *types, scale, causal, softcap, layout, return_lse, config)
+        if window is not None:
+            signature += (window.__class__, *window, *map(type, window))
         known = REMEMBERED.get(signature)
-    except TypeError:  # unhashable: no argument that the checks allow
-        return remember(kind, call, options, return_lse, config)
+    except (AttributeError, RuntimeError, TypeError):  # arrays of several kinds, or unhashable: the checks will tell
+        return remember(kind, Call(*arrays), make_options(*options), return_lse, config), kind.read(arrays)[1]
     if known is None:
-        known = remember(kind, call, options, return_lse, config)
+        configurations = tuned.version()
+        known = remember(kind, Call(*arrays), make_options(*options), return_lse, config)
         if len(REMEMBERED) >= MAX_REMEMBERED_CALLS:
             REMEMBERED.clear()
         REMEMBERED[signature] = known
-    return known
+        if tuned.version() != configurations:  # another thread has tuned or loaded some meanwhile
+            REMEMBERED.pop(signature, None)
+    return known, addresses
 
 
 def remember(kind: CupyKind, call: Call, options: Options, return_lse: bool, config: Any) -> Remembered:
     """Check, plan, compile and load a call on arrays of a GPU."""
+    common_kind(call)
     with kind.current(call.q):
         views = call.viewed_by(kind)
         problem, choice, device = plan_call(views, options, config)
         if device is None:
             raise TypeError(f"q must be an array of a GPU, got {type(call.q).__name__}")
         strided = any(is_strided(array) for array in (views.q, views.k, views.v, views.out) if array is not None)
-        launch = None if strided or problem.is_empty(return_lse) else make_launch(problem, choice, device)
-        spec = problem.spec
+        launch = None if strided or problem.is_empty(return_lse) else launch_of(problem, choice, device)
+        ends = {place: byte_bounds(memory_of(x)._replace(address=0)) for place, x in enumerate(views) if x is not None}
+        written = ends.pop(OUT, (0, 0))
         return Remembered(
-            views.q.device.id, launch, strided, problem.out_shape, problem.lse_shape, spec.dtype, spec.lse_dtype
+            device=views.q.device.id,
+            current_device=import_cupy().cuda.runtime.getDevice,
+            launch=launch,
+            strided=strided,
+            new_out=kind.maker(problem.out_shape, problem.spec.dtype, call.q),
+            new_lse=kind.maker(problem.lse_shape, problem.spec.lse_dtype, call.q),
+            inputs=tuple((place, *end) for place, end in ends.items()),
+            written=written,
         )
+
+
+def launch_of(problem: Problem, choice: plan.Choice, device: DeviceInfo) -> Launch | WgmmaLaunch:
+    """Compile and load what was chosen; where a tuned configuration cannot be, what comes after it."""
+    while True:
+        try:
+            return make_launch(problem, choice, device)
+        except RuntimeError as error:  # of NVRTC or the driver
+            if not tuned.refuse(key_of(problem, device), choice.source, error):
+                raise
+            choice = plan.choose(problem, device)
 
 
 def contiguous(call: Call) -> Call:
@@ -217,30 +286,32 @@ def contiguous(call: Call) -> Call:
 def prepare_gpu(call: Call, options: Options, return_lse: bool, config: Any, kind: NumpyKind) -> None:
     """Compile and load what `attend_gpu` needs."""
     with kind.current(call.q):
-        if isinstance(kind, CupyKind) and not ready(kind, call, options, return_lse, config).strided:
+        if isinstance(kind, CupyKind) and not ready(kind, call, options, return_lse, config)[0].strided:
             return
         views = call.viewed_by(kind)
-        if ready(CUPY, views, options, return_lse, config).strided:
+        if ready(CUPY, views, options, return_lse, config)[0].strided:
             ready(CUPY, contiguous(views), options, return_lse, config)
 
 
-def attend_gpu(kind: CupyKind, call: Call, options: Options, return_lse: bool, config: Any) -> Any:
+def attend_gpu(kind: CupyKind, arrays: Sequence[Any], options: Sequence[Any], return_lse: bool, config: Any) -> Any:
     """`attention` on arrays of a GPU: a look-up, an allocation and a launch, once the signature is known."""
-    known = ready(kind, call, options, return_lse, config)
-    if known.strided or import_cupy().cuda.runtime.getDevice() != known.device:
-        with kind.current(call.q):
-            attend = attend_strided if known.strided else attend_gpu
-            return attend(kind, call, options, return_lse, config)
+    known, addresses = ready(kind, arrays, options, return_lse, config)
+    q, out = arrays[0], arrays[OUT]
+    if known.strided or known.current_device() != known.device:
+        with kind.current(q):
+            if known.strided:
+                return attend_strided(kind, Call(*arrays), Options(*options), return_lse, config)
+            return attend_gpu(kind, arrays, options, return_lse, config)
 
-    q, out = call.q, call.out
     if out is None:
-        out = kind.new(known.out_shape, known.dtype, q)
-    else:
-        refuse_overlap(call, kind.memory)
-    lse = kind.new(known.lse_shape, known.lse_dtype, q) if return_lse else None
+        out = known.new_out(q)
+        addresses[OUT] = kind.address(out)
+    elif known.may_overlap(addresses):
+        refuse_overlap(Call(*arrays), kind.memory)
+    lse = known.new_lse(q) if return_lse else None
+    addresses.insert(LSE, 0 if lse is None else kind.address(lse))
     if known.launch is not None:
-        order = (q, call.k, call.v, out, lse, call.mask, call.bias, call.q_lengths, call.kv_lengths)
-        known.launch([0 if array is None else kind.address(array) for array in order], kind.stream(q))
+        known.launch(addresses, kind.stream(q))
     return (out, lse) if return_lse else out
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import Any
 
 COUNTER_BYTES = 4
 COUNTERS = 1 << 16  # of each of the two kinds
@@ -30,11 +29,9 @@ class Counters:
         self._launches = itertools.count()
         self._captured_launches = itertools.count()
         self._is_capturing = cupy.cuda.runtime.streamIsCapturing
-        self._current_stream = cupy.cuda.get_current_stream
 
-    def next(self, of: Any) -> int:
-        """The address of a counter for a launch on the stream `of`; None is CuPy's current one."""
-        stream = (self._current_stream() if of is None else of).ptr
+    def next(self, stream: int) -> int:
+        """The address of a counter for a launch on the stream at that address."""
         if stream not in NOT_CAPTURABLE and self._is_capturing(stream):
             number = COUNTERS + next(self._captured_launches) % COUNTERS
         else:

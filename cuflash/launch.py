@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from cuflash.compiler import Variant, load_function
 from cuflash.config import MEGABYTE, WARPGROUP_ROWS, MmaConfig, SimtConfig, WgmmaConfig
 from cuflash.counters import Counters, current_counters
 from cuflash.device import DeviceInfo
+from cuflash.driver import Kernel
 from cuflash.plan import Choice
 from cuflash.problem import ITEM_BYTES, Problem, contiguous_strides
-from cuflash.tensor_maps import MapLayout, TensorMaps, map_layout
+from cuflash.tensor_maps import MAP_BYTES, MapLayout, TensorMaps, map_layout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,14 +49,24 @@ class Launch:
     sizes: bytes
     offsets: tuple[tuple[int, ...], ...]
 
+    @functools.cached_property
+    def kernel(self) -> Kernel:
+        """The function, with all parameters but the addresses."""
+        content = bytes(ADDRESS_BLOCK.size) + self.sizes
+        return Kernel(self.function, self.grid, self.threads, self.shared_bytes, content)
+
     def __call__(self, addresses: Sequence[int], stream: Any = None) -> None:
         """Launch on the current device and on `stream`, by default the current one.
 
         `addresses` are those of `ADDRESSES` in order, 0 for what is absent.
         """
+        kernel = self.kernel
+        pointer = kernel.stream(stream)
         for offset in self.offsets:
-            block = np.void(ADDRESS_BLOCK.pack(*shift(addresses, offset)) + self.sizes)
-            self.function((self.grid,), (self.threads,), (block,), self.shared_bytes, stream)
+            parameters = kernel.take()
+            shifted = addresses if offset is NO_OFFSET else shift(addresses, offset)
+            ADDRESS_BLOCK.pack_into(parameters.block, 0, *shifted)
+            kernel.launch(parameters, pointer)
 
 
 NO_OFFSET = (0,) * len(ADDRESSES)
@@ -64,13 +74,12 @@ NO_OFFSET = (0,) * len(ADDRESSES)
 
 def shift(addresses: Sequence[int], offset: Sequence[int]) -> Sequence[int]:
     """The addresses of one of several launches; what is absent, 0, stays so."""
-    if offset is NO_OFFSET:
-        return addresses
     return [address + step if address else 0 for address, step in zip(addresses, offset, strict=True)]
 
 
 # What WgmmaParams of kernels_cu/forward_wgmma.cu adds to the parameter block: three tensor maps before it, this behind.
 SCHEDULE_BLOCK = struct.Struct("<Q2i48x")  # up to a multiple of 64 bytes, the alignment of a map
+WGMMA_BLOCK = struct.Struct(f"<{3 * f'{MAP_BYTES}s'}{len(ADDRESSES)}Q{SIZE_BLOCK.size}sQ")  # up to the counter
 
 
 @dataclass(frozen=True)
@@ -94,15 +103,23 @@ class WgmmaLaunch:
     section: int
     counters: Counters
 
+    @functools.cached_property
+    def kernel(self) -> Kernel:
+        """The function, with all parameters but maps, addresses and the counter."""
+        none = bytes(MAP_BYTES)
+        content = wgmma_block((none, none, none), NO_OFFSET, self.sizes, 0, self.tiles, self.section)
+        return Kernel(self.function, self.grid, self.threads, self.shared_bytes, content)
+
     def __call__(self, addresses: Sequence[int], stream: Any = None) -> None:
         """Launch on the current device and on `stream`, as `Launch` does."""
-        q, k, v = self.maps
+        kernel, (q, k, v) = self.kernel, self.maps
+        pointer = kernel.stream(stream)
         for offset in self.offsets:
-            shifted = shift(addresses, offset)
+            shifted = addresses if offset is NO_OFFSET else shift(addresses, offset)
+            parameters = kernel.take()
             maps = q.at(shifted[0]), k.at(shifted[1]), v.at(shifted[2])
-            counter = self.counters.next(stream)
-            block = np.void(wgmma_block(maps, shifted, self.sizes, counter, self.tiles, self.section))
-            self.function((self.grid,), (self.threads,), (block,), self.shared_bytes, stream)
+            WGMMA_BLOCK.pack_into(parameters.block, 0, *maps, *shifted, self.sizes, self.counters.next(pointer))
+            kernel.launch(parameters, pointer)
 
 
 def wgmma_block(
@@ -115,8 +132,9 @@ def wgmma_block(
 def wgmma_maps(problem: Problem, config: WgmmaConfig) -> tuple[MapLayout, MapLayout, MapLayout]:
     """How q, k and v are described to TMA."""
     batch, steps, _ = split_batch(problem)
+    rank, shapes = len(problem.batch), problem.shapes()
     q, k, v = (
-        map_layout(problem, name, batch, steps[name], rows)
+        map_layout(problem.spec.dtype, shapes[name], problem.strides[name][rank : rank + 2], batch, steps[name], rows)
         for name, rows in (("q", WARPGROUP_ROWS), ("k", config.b_c), ("v", config.b_c))
     )
     return q, k, v
@@ -124,8 +142,8 @@ def wgmma_maps(problem: Problem, config: WgmmaConfig) -> tuple[MapLayout, MapLay
 
 def wgmma_section(problem: Problem, config: WgmmaConfig) -> int:
     """How many query heads are worked on together: those whose keys and values stay in the L2 cache."""
-    if problem.right is None:
-        return 1
+    if problem.right is None or problem.left is not None:
+        return 1  # rows are of one length
     kv_head_bytes = problem.n_k * (problem.d + problem.d_v) * ITEM_BYTES[problem.spec.dtype]
     kv_heads = max(1, config.section_mb * MEGABYTE // kv_head_bytes)
     return min(kv_heads * (problem.h_q // problem.h_kv), problem.heads_total)

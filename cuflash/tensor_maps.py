@@ -36,29 +36,40 @@ def why_no_tensor_map(problem: Problem) -> str | None:
     """Why q, k or v cannot be described to TMA; None where they can. Alignment is `Spec.aligned`."""
     if problem.n_k == 0 or problem.d_v == 0:
         return "TMA does not read empty arrays"
-    item = ITEM_BYTES[problem.spec.dtype]
+    rank = len(problem.batch)
     for name, rows in (("q", problem.n_q), ("k", problem.n_k), ("v", problem.n_k)):
-        strides = problem.strides[name][: len(problem.batch) + 2]
-        if min(strides) < 0 or max(strides) * item >= MAX_STRIDE:
-            return f"TMA takes strides from 0 to 2^40 bytes, got {name} with {tuple(s * item for s in strides)}"
-        if rows > 1 and strides[-1] == 0:
-            return f"TMA does not repeat rows, which {name} does"
+        if reason := why_no_map(name, problem.spec.dtype, rows, problem.strides[name][: rank + 2]):
+            return reason
     return None
 
 
-def map_layout(problem: Problem, name: str, batch: int, batch_stride: int, box_rows: int) -> MapLayout:
-    """The layout of `name`, q, k or v; an axis along which it is broadcast has one element."""
-    item = ITEM_BYTES[problem.spec.dtype]
-    heads, rows, columns = problem.shapes()[name][-3:]
-    rank = len(problem.batch)
-    head_stride, row_stride = problem.strides[name][rank : rank + 2]
+def why_no_map(name: str, dtype: str, rows: int, strides: tuple[int, ...]) -> str | None:
+    """Why an array with strides (batch…, head, row) cannot be described to TMA; None where it can."""
+    item = ITEM_BYTES[dtype]
+    if min(strides) < 0 or max(strides) * item >= MAX_STRIDE:
+        return f"TMA takes strides from 0 to 2^40 bytes, got {name} with {tuple(s * item for s in strides)}"
+    if rows > 1 and strides[-1] == 0:
+        return f"TMA does not repeat rows, which {name} does"
+    return None
+
+
+def map_layout(
+    dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], batch: int, batch_stride: int, box_rows: int
+) -> MapLayout:
+    """The layout of an array of `shape` (…, head, row, column) and `strides` (head, row).
+
+    An axis along which it is broadcast has one element.
+    """
+    item = ITEM_BYTES[dtype]
+    heads, rows, columns = shape[-3:]
+    head_stride, row_stride = strides
     axes = ((rows, row_stride), (heads, head_stride), (batch, batch_stride))
     extents = [extent if stride else 1 for extent, stride in axes]
-    strides = [stride * item if stride else 16 for _, stride in axes]
+    steps = [stride * item if stride else 16 for _, stride in axes]
     return MapLayout(
-        dtype=problem.spec.dtype,
+        dtype=dtype,
         extents=(columns, extents[0], extents[1], extents[2]),
-        strides=(strides[0], strides[1], strides[2]),
+        strides=(steps[0], steps[1], steps[2]),
         box=(PANEL_COLUMNS, box_rows, 1, 1),
     )
 
@@ -108,18 +119,17 @@ def encode(layout: MapLayout, address: int) -> bytes:
     return buffer.raw[start : start + MAP_BYTES]
 
 
-class TensorMaps:
+class TensorMaps(dict[int, bytes]):
     """The tensor maps of one layout by address, of which as many are kept as are likely to come again."""
 
     def __init__(self, layout: MapLayout) -> None:
+        super().__init__()
         self.layout = layout
-        self._known: dict[int, bytes] = {}
 
-    def at(self, address: int) -> bytes:
-        """The map of the array at `address`."""
-        found = self._known.get(address)
-        if found is None:
-            if len(self._known) >= MAX_KNOWN_ADDRESSES:
-                self._known.clear()
-            found = self._known[address] = encode(self.layout, address)
-        return found
+    at = dict.__getitem__  # the map of the array at an address
+
+    def __missing__(self, address: int) -> bytes:
+        if len(self) >= MAX_KNOWN_ADDRESSES:
+            self.clear()
+        made = self[address] = encode(self.layout, address)
+        return made

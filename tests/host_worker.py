@@ -1,0 +1,132 @@
+"""A worker of the tuner whose GPU is the CPU: same processes, pipes, checks and recovery, and faults on demand.
+
+Nothing is compiled; the launch of a configuration computes with NumPy, and its time is made up from b_c. The
+environment variable FAULTS is JSON that names the fault of each b_c that has one.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import time
+
+import numpy as np
+
+from cuflash import reference
+from cuflash.device import KNOWN_DEVICES
+from cuflash.problem import ITEM_BYTES
+from cuflash.tuning import worker
+
+FAULTS = json.loads(os.environ.get("FAULTS", "{}"))
+
+
+class Memory:
+    def __init__(self, size):
+        self.bytes = np.empty(max(size, 1), np.uint8)
+        self.ptr = self.bytes.ctypes.data
+
+
+class HostGpu(worker.Gpu):
+    def __init__(self, index):
+        self.info = KNOWN_DEVICES["sm_90"]
+        self.stream = None
+        self.lost = False
+        self.launched = []
+        self._forget()
+
+    def allocate(self, size):
+        return Memory(size)
+
+    def release(self):
+        pass
+
+    def fill(self, address, value, size):
+        ctypes.memset(address, value, size)
+
+    def copy(self, target, source, size):
+        ctypes.memmove(target, source, size)
+
+    def wait(self, event=None):
+        if self.lost:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    def resources(self, launch):
+        return 100, 0
+
+    def largest_difference(self):
+        call = self._full
+        item = worker.DTYPE_OF[call.workload.dtype]
+        got, want = (self.download(p, call.out_bytes, item).astype(float) for p in (call.output(), self._reference.ptr))
+        return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+    def time_in_turn(self, runs):
+        for run in runs:
+            if run.launch.fault == "hang later":
+                worker.emit({"hung": run.number})
+                raise worker.Hung
+        return {run.number: 1.0 + run.launch.config.b_c / 1000 for run in runs}
+
+    def launch_of(self, call, config):
+        fault = FAULTS.get(str(config.b_c))
+        if fault == "refused":
+            raise RuntimeError("too many resources requested for launch\nin detail")
+        return HostLaunch(self, call, config, fault)
+
+
+class HostLaunch:
+    def __init__(self, gpu, call, config, fault):
+        self.gpu, self.call, self.config, self.fault = gpu, call, config, fault
+
+    def __call__(self, addresses, stream):
+        call, problem = self.call, self.call.problem
+        if self.fault == "hang":
+            raise worker.Hung
+        if self.fault == "silent":
+            time.sleep(3600)
+        if self.fault == "dies":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if self.fault == "sticky":
+            self.gpu.lost = True
+            return
+        address = dict(zip(worker.ADDRESSES, addresses, strict=True))
+
+        def at(name, shape, dtype):
+            size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+            return np.frombuffer((ctypes.c_char * size).from_address(address[name]), dtype).reshape(shape)
+
+        dtype = worker.DTYPE_OF[problem.spec.dtype]
+        shapes = problem.shapes()
+        out = at("out", shapes["out"], dtype)
+        lse = at("lse", shapes["out"][:-1], problem.spec.lse_dtype) if address["lse"] else None
+        inputs = [at(name, shape, dtype) for name, shape in call.workload.shapes().items() if name in ("q", "k", "v")]
+        group = problem.h_q // problem.h_kv
+        q, k, v = (x if name == "q" else x.repeat(group, 1) for name, x in zip("qkv", inputs, strict=True))
+        result, sums = reference.standard_attention(
+            q, k, v, **call.workload.options(), return_lse=True, dtype=problem.spec.accumulator
+        )
+        out[...] = result.astype(dtype)
+        if lse is not None:
+            lse[...] = sums
+        if self.fault == "wrong":
+            out[0, 0, 5] += 1
+        if self.fault == "wrong at full size" and call.workload.seqlen[0] > 333:
+            out[-1, -1, -1] += 1
+        if self.fault == "unwritten":
+            out[-1, -1, -3:] = np.nan
+        if self.fault == "overrun":
+            ctypes.memset(address["out"] + out.nbytes, 0, ITEM_BYTES[problem.spec.dtype])
+
+
+def compile_nothing(request):
+    config = request["config"]["config"]
+    fault = FAULTS.get(str(config["b_c"]))
+    if fault == "does not compile":
+        yield {"failed": "forward_simt.cu:7: too clever"}
+        return
+    if fault == "kills the compiler":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    yield {"done": {"cubin": repr(config), "seconds": 1.5}}
+
+
+if __name__ == "__main__":
+    worker.main({**worker.gpu_handlers(HostGpu), "compile": compile_nothing})
