@@ -10,23 +10,22 @@ leaves the contents of included headers out of its cache key. Compiling needs no
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import importlib.resources
 import json
 import logging
 import re
 import threading
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from cuflash import cubins
+from cuflash.backward_config import BackwardConfig, BackwardWgmmaConfig
 from cuflash.config import MmaConfig, SimtConfig, WgmmaConfig
 from cuflash.problem import Spec
+from cuflash.sources import kernel_sources
 from cuflash.wgmma import WGMMA_HEADER, wgmma_header
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ VARIANT_HEADER = "variant.cuh"
 ELEMENT_TYPES = {"float16": "half_t", "bfloat16": "bf16_t", "float32": "float", "float64": "double"}
 
 # Kernels whose instructions exist on a single architecture, such as wgmma on sm_90a. Their cubins run on no newer GPU.
-ARCHITECTURE_SPECIFIC = frozenset({"forward_wgmma"})
+ARCHITECTURE_SPECIFIC = frozenset({"forward_wgmma", "backward_wgmma"})
 
 DEFAULT_SHARED_BYTES = 48 * 1024  # a block that wants more must be granted it, once per function and device
 
@@ -56,16 +55,16 @@ class Variant:
     Attributes
     ----------
     kernel : str
-        Name of the entry function and of its file, such as ``forward_simt``.
+        Name of its file, such as ``forward_simt``, and of the entry function where there is one only.
     spec : Spec
-    config : SimtConfig, MmaConfig or WgmmaConfig
+    config : SimtConfig, MmaConfig, WgmmaConfig or one of the backward pass
     architecture : str
         The GPU's, such as ``sm_90``.
     """
 
     kernel: str
     spec: Spec
-    config: SimtConfig | MmaConfig | WgmmaConfig
+    config: SimtConfig | MmaConfig | WgmmaConfig | BackwardConfig
     architecture: str
 
     def __post_init__(self) -> None:
@@ -168,14 +167,6 @@ class ResourceUsage(NamedTuple):
     advisories: tuple[str, ...]
 
 
-@functools.cache
-def kernel_sources() -> Mapping[str, str]:
-    """The text of every kernel (``.cu``) and header (``.cuh``), by file name."""
-    folder = importlib.resources.files("cuflash.kernels_cu")
-    files = [file for file in folder.iterdir() if file.name.endswith((".cu", ".cuh"))]
-    return MappingProxyType({file.name: file.read_text("utf-8") for file in files})
-
-
 def compile_cubin(variant: Variant) -> Compiled:
     """Compile with NVRTC, past every cache. Needs no GPU.
 
@@ -221,7 +212,12 @@ def compile_variant(variant: Variant) -> Path:
 
 
 def load_function(variant: Variant) -> Function:
-    """The kernel of a variant on CuPy's current device, loaded once per device and then looked up.
+    """The kernel of a variant that is named like its file, as of `load_functions`."""
+    return load_functions(variant, (variant.kernel,))[0]
+
+
+def load_functions(variant: Variant, entries: Sequence[str]) -> tuple[Function, ...]:
+    """The kernels `entries` of a variant on CuPy's current device, loaded once per device and then looked up.
 
     Raises
     ------
@@ -230,14 +226,13 @@ def load_function(variant: Variant) -> Function:
     """
     from cupy.cuda import runtime
 
-    key = (runtime.getDevice(), variant)
-    function = _functions.get(key)
-    if function is None:
-        with _lock_of(key):
-            function = _functions.get(key)
-            if function is None:
-                function = _functions[key] = _load_or_recompile(variant)
-    return function
+    device = runtime.getDevice()
+    keys = [(device, variant, entry) for entry in entries]
+    if any(key not in _functions for key in keys):
+        with _lock_of((device, variant)):
+            if any(key not in _functions for key in keys):
+                _functions.update(zip(keys, _load_or_recompile(variant, entries), strict=True))
+    return tuple(_functions[key] for key in keys)
 
 
 def resource_usage(log: str) -> ResourceUsage:
@@ -255,13 +250,13 @@ def resource_usage(log: str) -> ResourceUsage:
     )
 
 
-def _load_or_recompile(variant: Variant) -> Function:
+def _load_or_recompile(variant: Variant, entries: Sequence[str]) -> list[Function]:
     from cupy.cuda import driver
 
     for _ in range(2):  # a cubin from disk may be bad though intact, or another process may just have removed it
         path = compile_variant(variant)
         try:
-            return _load(variant, path)
+            return _load(variant, path, entries)
         except driver.CUDADriverError as error:
             if error.status not in BAD_CUBIN:
                 raise
@@ -275,14 +270,16 @@ def _load_or_recompile(variant: Variant) -> Function:
     raise CompileError(variant, message) from refusal
 
 
-def _load(variant: Variant, path: Path) -> Function:
+def _load(variant: Variant, path: Path, entries: Sequence[str]) -> list[Function]:
     import cupy
 
-    kernel = cupy.RawModule(path=str(path)).get_function(variant.kernel)
+    module = cupy.RawModule(path=str(path))
+    kernels = [module.get_function(entry) for entry in entries]
     shared_bytes = variant.config.shared_bytes(variant.spec)
     if shared_bytes > DEFAULT_SHARED_BYTES:
-        kernel.max_dynamic_shared_size_bytes = shared_bytes
-    return kernel.kernel
+        for kernel in kernels:
+            kernel.max_dynamic_shared_size_bytes = shared_bytes
+    return [kernel.kernel for kernel in kernels]
 
 
 def _program(variant: Variant) -> tuple[str, dict[str, str]]:
@@ -294,8 +291,8 @@ def _program(variant: Variant) -> tuple[str, dict[str, str]]:
         raise ValueError(f"kernel must be one of {kernels}, got {variant.kernel!r}")
     headers = {name: text for name, text in sorted(sources.items()) if name.endswith(".cuh")}
     headers[VARIANT_HEADER] = variant.header()
-    if isinstance(variant.config, WgmmaConfig):
-        headers[WGMMA_HEADER] = wgmma_header(variant.spec.dtype, variant.config.b_c, variant.spec.d_v)
+    if isinstance(variant.config, (WgmmaConfig, BackwardWgmmaConfig)):
+        headers[WGMMA_HEADER] = wgmma_header(variant.spec.dtype, variant.config.products(variant.spec))
     return kernel_file, headers
 
 
@@ -347,7 +344,7 @@ def _compile_error(variant: Variant, log: str) -> CompileError:
     return CompileError(variant, f"{file}: {what}", file=file, log=log)
 
 
-_functions: dict[tuple[int, Variant], Function] = {}
+_functions: dict[tuple[int, Variant, str], Function] = {}
 _locks: dict[Hashable, threading.Lock] = {}
 _locks_guard = threading.Lock()
 

@@ -104,6 +104,13 @@ class CubinCache:
         self._evict()
         return len(cubins)
 
+    def remove_damaged(self) -> list[Path]:
+        """Remove every cubin that is not intact, and say which."""
+        damaged = [path for path in self._files(SUFFIX) if not _is_intact(path)]
+        for path in damaged:
+            discard(path)
+        return damaged
+
     def usage(self) -> tuple[int, int]:
         """Number of cubins and their size in bytes."""
         sizes = [status.st_size for _, status in self._stat(SUFFIX)]
@@ -189,6 +196,12 @@ def clear_cache() -> int:
     directory = user_directory()
     user = _cache_at(directory) if why_untrusted(directory) is None else None
     return sum(cache.clear() for cache in (user, _private_cache()) if cache is not None)
+
+
+def remove_damaged() -> list[Path]:
+    """Remove every cubin from disk that is not intact or not the user's own, and say which."""
+    directory = user_directory()
+    return _cache_at(directory).remove_damaged() if why_untrusted(directory) is None else []
 
 
 def user_directory() -> Path:

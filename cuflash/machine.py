@@ -11,7 +11,7 @@ from importlib import metadata
 from rich.table import Table
 
 import cuflash
-from cuflash import cubins, device
+from cuflash import cubins, device, tuned
 
 
 def driver_cuda_version() -> tuple[int, int] | None:
@@ -107,6 +107,8 @@ def describe_machine() -> Table:
     table.add_row("compiled kernels", f"{cache.directory} ({cache.files} files, {format_bytes(cache.bytes)})")
     if cache.why_unused is not None:
         table.add_row("", f"not used: {cache.why_unused}")
+    count = sum(len(store.paths()) for store in tuned.own_stores())
+    table.add_row("tuned configurations", f"{tuned.user_directory()} ({count} files)")
     return table
 
 
