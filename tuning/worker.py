@@ -1,0 +1,532 @@
+"""The other end of `cuflash.tuning.measure`: a process that compiles candidates, or owns a GPU and runs them.
+
+Requests arrive on standard input and messages leave on standard output, one JSON object a line. A candidate may hang,
+crash or corrupt memory, so the process is one that can be killed: it says what it is about to do before it does it,
+waits for the GPU by polling, and ends when the GPU's context is lost, when a kernel does not end, or when its parent
+has gone.
+
+Before a candidate is timed it is checked: on a small call of odd lengths against the plain formula in float64, and at
+full size against the default configuration, each with outputs that hold NaN before and with guard bytes around them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from cuflash.arrays import DTYPE_OF
+from cuflash.compiler import CompileError, Variant, compile_variant
+from cuflash.device import DeviceInfo, device_info
+from cuflash.launch import ADDRESSES, Launch, WgmmaLaunch, make_launch
+from cuflash.plan import Choice
+from cuflash.problem import ITEM_BYTES
+from cuflash.reference import standard_attention
+from cuflash.tuning.processes import HUNG
+from cuflash.tuning.space import GpuConfig
+from cuflash.tuning.workload import UNALIGNED, Workload
+from cuflash.winner import config_from_json
+
+LOST = 4  # exit code where the GPU's context can no longer be used
+COMPILER_NICENESS = 10
+POLL_SECONDS = 50e-6
+GUARD_BYTES = 4096
+GUARD, POISON = 0xA5, 0xFF  # the latter is NaN in every dtype
+SCRATCH_BYTES = 1 << 30  # written between runs: more than any L2 holds, and time enough to queue the next launch
+HOST_ELEMENTS = (1 << 22) + 3  # random elements that are made once and repeated to fill an array
+BLOCK_ROWS = 32
+
+# Relative L2 errors of a block of 32 rows, beside float64: the default's may be so large; a candidate's, FACTOR times
+# the default's and SLACK in units of the dtype's epsilon, by which two kernels that are equally exact differ.
+LARGEST_ERROR = {"float16": 1.2e-3, "bfloat16": 8e-3, "float32": 4e-6, "float64": 2e-14}
+FACTOR = 2.0
+SLACK = {"float16": 1 / 16, "bfloat16": 1 / 16, "float32": 8.0, "float64": 16.0}
+# At full size, from the default's result, which has errors of its own.
+LARGEST_DIFFERENCE = {"float16": 2e-3, "bfloat16": 1.5e-2, "float32": 8e-6, "float64": 4e-14}
+LARGEST_LSE_ERROR = {"float16": 4e-3, "bfloat16": 4e-3, "float32": 1e-5, "float64": 1e-12}
+
+COMPARE = r"""
+__device__ double read(const void* array, long long i, int item, int is_bfloat16) {
+  if (item == 8) return ((const double*)array)[i];
+  if (item == 4) return ((const float*)array)[i];
+  const unsigned short bits = ((const unsigned short*)array)[i];
+  if (is_bfloat16) return __uint_as_float((unsigned int)bits << 16);
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+// The squared difference of `got` and `want`, and the square of `want`, summed over each `size` elements.
+extern "C" __global__ void compare(const void* got, const void* want, double* sums, long long size, long long total,
+                                   int item, int is_bfloat16) {
+  __shared__ double partial[2][256];
+  double difference = 0, norm = 0;
+  const long long end = min((blockIdx.x + 1) * size, total);
+  for (long long i = blockIdx.x * size + threadIdx.x; i < end; i += 256) {
+    const double w = read(want, i, item, is_bfloat16), d = read(got, i, item, is_bfloat16) - w;
+    difference += d * d;
+    norm += w * w;
+  }
+  partial[0][threadIdx.x] = difference;
+  partial[1][threadIdx.x] = norm;
+  for (int half = 128; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half)
+      for (int k = 0; k < 2; ++k) partial[k][threadIdx.x] += partial[k][threadIdx.x + half];
+  }
+  if (threadIdx.x < 2) sums[2 * blockIdx.x + threadIdx.x] = partial[threadIdx.x][0];
+}
+"""
+
+Message = dict[str, Any]
+Handlers = Mapping[str, Callable[[Message], Iterator[Message]]]
+
+
+class Hung(Exception):
+    """A kernel did not end in time."""
+
+
+class Run(NamedTuple):
+    """A candidate that passed its checks."""
+
+    number: int
+    launch: Launch | WgmmaLaunch
+
+
+# ---- compiling ----
+
+
+def compile_candidate(request: Message) -> Iterator[Message]:
+    """Compile one candidate into the cache of cubins."""
+    began = time.perf_counter()
+    variant = variant_of(request)
+    try:
+        cubin = compile_variant(variant).read_bytes()
+    except CompileError as error:
+        yield {"failed": str(error).splitlines()[0]}
+        return
+    yield {"done": {"cubin": hashlib.sha256(cubin).hexdigest(), "seconds": time.perf_counter() - began}}
+
+
+def yield_to_the_gpu(request: Message) -> Iterator[Message]:
+    """Let the process that owns the GPU go first: it should never wait for a core."""
+    os.nice(COMPILER_NICENESS)
+    yield {"done": {}}
+
+
+def variant_of(request: Message) -> Variant:
+    """The Variant that a request names."""
+    workload, config = Workload.from_json(request["workload"]), read_config(request["config"])
+    return Variant(f"forward_{config.family}", workload.problem().spec, config, request["architecture"])
+
+
+def read_config(document: Mapping[str, Any]) -> GpuConfig:
+    """A configuration as `cuflash.tuning.measure` sends it."""
+    return config_from_json(document["family"], document["config"])
+
+
+# ---- data ----
+
+
+def host_array(dtype: str, size: int, rng: np.random.Generator, longest: int) -> NDArray[Any]:
+    """`size` random elements: standard normal, True for seven in ten, or lengths up to `longest`."""
+    if dtype == "bool":
+        return rng.random(size) < 0.7
+    if dtype == "int32":
+        return rng.integers(longest // 2, longest + 1, size, dtype=np.int32)
+    return rng.standard_normal(size, np.float64 if dtype == "float64" else np.float32).astype(DTYPE_OF[dtype])
+
+
+class Call:
+    """The arrays of one workload on the GPU: random inputs, and outputs between guard bytes.
+
+    Of large arrays, `inputs` holds only the elements that are repeated.
+    """
+
+    def __init__(self, workload: Workload, gpu: Gpu, seed: int) -> None:
+        self.workload = workload
+        self.problem = workload.problem()
+        self.gpu = gpu
+        rng = np.random.default_rng(seed)
+        self.inputs: dict[str, NDArray[Any]] = {}
+        self._memory: dict[str, Any] = {}
+        self._address = dict.fromkeys(ADDRESSES, 0)
+        shapes, dtypes = workload.shapes(), workload.dtypes()
+        for name, shape in shapes.items():
+            size, longest = int(np.prod(shape)), workload.seqlen[name == "kv_lengths"]
+            part = host_array(dtypes[name], min(size, HOST_ELEMENTS), rng, longest)
+            self.inputs[name] = part.reshape(shape) if part.size == size else part
+            self._memory[name], self._address[name] = gpu.upload(part, size, workload.aligned)
+        item = ITEM_BYTES[workload.dtype]
+        rows = workload.batch * workload.heads[0] * workload.seqlen[0]
+        self.out_bytes = rows * workload.head_dim[1] * item
+        self.lse_bytes = rows * ITEM_BYTES[self.problem.spec.lse_dtype]
+        for name, size in (("out", self.out_bytes), ("lse", self.lse_bytes)):
+            self._memory[name] = gpu.allocate(size + 2 * GUARD_BYTES)
+            shift = 0 if workload.aligned or name == "lse" else UNALIGNED * item
+            self._address[name] = self._memory[name].ptr + GUARD_BYTES + shift
+
+    def addresses(self, lse: bool) -> list[int]:
+        """What a launch takes."""
+        return [0 if name == "lse" and not lse else self._address[name] for name in ADDRESSES]
+
+    def poison(self) -> None:
+        """Fill the outputs with NaN and the bytes around them with the guard."""
+        for name, size in (("out", self.out_bytes), ("lse", self.lse_bytes)):
+            self.gpu.fill(self._memory[name].ptr, GUARD, size + 2 * GUARD_BYTES)
+            self.gpu.fill(self._address[name], POISON, size)
+
+    def broken_guard(self) -> str | None:
+        """The output beyond whose end, or before whose start, something was written."""
+        for name, size in (("out", self.out_bytes), ("lse", self.lse_bytes)):
+            start = self._memory[name].ptr
+            before, end = self._address[name] - start, self._address[name] + size
+            for address, count in ((start, before), (end, start + size + 2 * GUARD_BYTES - end)):
+                if np.any(self.gpu.download(address, count, np.dtype(np.uint8)) != GUARD):
+                    return name
+        return None
+
+    def results(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """The output and the log-sum-exp, on the host."""
+        shape = (*self.workload.shapes()["q"][:-1], self.workload.head_dim[1])
+        out = self.gpu.download(self._address["out"], self.out_bytes, DTYPE_OF[self.workload.dtype])
+        lse = self.gpu.download(self._address["lse"], self.lse_bytes, DTYPE_OF[self.problem.spec.lse_dtype])
+        return out.reshape(shape), lse.reshape(shape[:-1])
+
+    def output(self) -> int:
+        """The address of the output."""
+        return self._address["out"]
+
+    @functools.cached_property
+    def gold(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """The result by the plain formula in float64."""
+        options: dict[str, Any] = {**self.inputs, **self.workload.options()}
+        out, lse = standard_attention(**options, return_lse=True)
+        return out, lse
+
+
+def block_errors(call: Call) -> NDArray[Any]:
+    """Relative L2 errors of the output, of each 32 rows of each head; infinite where only zeros are right."""
+    (out, _), (gold, _) = call.results(), call.gold
+    errors = []
+    for first in range(0, gold.shape[-2], BLOCK_ROWS):
+        rows = slice(first, first + BLOCK_ROWS)
+        size = np.linalg.norm(gold[..., rows, :], axis=(-2, -1))
+        off = np.linalg.norm(out[..., rows, :].astype(np.float64) - gold[..., rows, :], axis=(-2, -1))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            errors.append(np.where(off == 0, 0.0, off / size))
+    return np.stack(errors)
+
+
+def why_wrong(call: Call, default: NDArray[Any] | None) -> str | None:
+    """What is wrong with the results of a small call, beside the errors of the `default`; None where they are right."""
+    if name := call.broken_guard():
+        return f"it writes beyond {name}"
+    dtype, errors = call.workload.dtype, block_errors(call)
+    epsilon = float(ml_dtypes.finfo(DTYPE_OF[dtype]).eps)
+    most = LARGEST_ERROR[dtype] if default is None else FACTOR * default + SLACK[dtype] * epsilon
+    if not np.all(errors <= most):  # NaN too
+        first = BLOCK_ROWS * int(np.argmax(~np.all(errors <= most, axis=tuple(range(1, errors.ndim)))))
+        return f"rows from {first} on have an error of {np.max(errors):.2g}"
+    (_, lse), (_, gold) = call.results(), call.gold
+    with np.errstate(invalid="ignore"):  # -inf of rows that see no key
+        same = (lse == gold) | (np.abs(lse - gold) <= LARGEST_LSE_ERROR[dtype] * (1 + np.abs(gold)))
+    return None if np.all(same) else "the log-sum-exp is wrong"
+
+
+# ---- the GPU ----
+
+
+class Gpu:
+    """One GPU: its memory, a stream, and the calls that are measured on it."""
+
+    def __init__(self, index: int) -> None:
+        import cupy
+
+        self.cupy = cupy
+        cupy.cuda.Device(index).use()
+        self.info: DeviceInfo = device_info(index)
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.hang_seconds = 10.0
+        free, _ = cupy.cuda.runtime.memGetInfo()
+        self._scratch_bytes = min(SCRATCH_BYTES, free // 8)
+        self._scratch = self.allocate(self._scratch_bytes)
+        self._compare = cupy.RawModule(code=COMPARE).get_function("compare").kernel
+        self._forget()
+
+    def _forget(self) -> None:
+        """Start with no workload."""
+        self._small: Call | None = None
+        self._full: Call | None = None
+        self._reference: Any = None
+        self._errors: NDArray[Any] | None = None
+        self._verdicts: dict[GpuConfig, str | None] = {}
+
+    # memory
+
+    def allocate(self, size: int) -> Any:
+        """Device memory."""
+        return self.cupy.cuda.alloc(size)
+
+    def release(self) -> None:
+        """Give memory that is not used any more back to the driver."""
+        self.cupy.get_default_memory_pool().free_all_blocks()
+
+    def fill(self, address: int, value: int, size: int) -> None:
+        """Set bytes."""
+        self.cupy.cuda.runtime.memsetAsync(address, value, size, self.stream.ptr)
+
+    def copy(self, target: int, source: int, size: int) -> None:
+        """Copy within the GPU, or between it and the host."""
+        self.cupy.cuda.runtime.memcpyAsync(target, source, size, 4, self.stream.ptr)  # 4: by the addresses
+
+    def upload(self, part: NDArray[Any], size: int, aligned: bool) -> tuple[Any, int]:
+        """Memory that holds `size` elements, those of `part` over and over, and the address of the first."""
+        memory = self.allocate((size + UNALIGNED) * part.itemsize)
+        first = memory.ptr + (0 if aligned else UNALIGNED * part.itemsize)
+        self.copy(first, part.ctypes.data, part.nbytes)
+        for start in range(part.size, size, part.size):
+            count = min(part.size, size - start)
+            self.copy(first + start * part.itemsize, first, count * part.itemsize)
+        self.wait()
+        return memory, first
+
+    def download(self, address: int, size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """A copy of device memory."""
+        array = np.empty(size, np.uint8)
+        if size:
+            self.copy(array.ctypes.data, address, size)
+            self.wait()
+        return array.view(dtype)
+
+    def wait(self, event: Any = None) -> None:
+        """Wait for `event`, by default for everything so far.
+
+        Raises
+        ------
+        Hung
+            When it does not come.
+        """
+        if event is None:
+            event = self.cupy.cuda.Event(disable_timing=True)
+            event.record(self.stream)
+        end = time.monotonic() + self.hang_seconds
+        while not event.done:
+            if time.monotonic() > end:
+                raise Hung
+            time.sleep(POLL_SECONDS)
+
+    # candidates
+
+    def load(self, workload: Workload) -> None:
+        """Make the arrays of `workload`, and forget those of the one before."""
+        if self._full is None or self._full.workload != workload:
+            self._full = self._reference = None
+            self.release()
+            small = workload.ragged()
+            if self._small is None or self._small.workload != small:
+                self._small = Call(small, self, seed=1)
+                self._errors = None
+                self._verdicts.clear()
+            self._full = Call(workload, self, seed=2)
+
+    def launch_of(self, call: Call, config: GpuConfig) -> Launch | WgmmaLaunch:
+        """`config` compiled, loaded and ready to run on the arrays of `call`."""
+        return make_launch(call.problem, Choice(config.family, config, "the tuner"), self.info)
+
+    def check(self, config: GpuConfig) -> tuple[str | None, Launch | WgmmaLaunch]:
+        """What is wrong with the results of `config`, if anything. Later ones must equal the first at full size."""
+        if self._small is None or self._full is None:
+            raise RuntimeError("check needs a workload")
+        if config not in self._verdicts:
+            self._small.poison()
+            self.launch_of(self._small, config)(self._small.addresses(lse=True), self.stream)
+            self.wait()
+            self._verdicts[config] = why_wrong(self._small, self._errors)
+            if self._errors is None:
+                self._errors = block_errors(self._small)
+        launch = self.launch_of(self._full, config)
+        if self._verdicts[config] is not None:
+            return self._verdicts[config], launch
+        self._full.poison()
+        launch(self._full.addresses(lse=True), self.stream)
+        self.wait()
+        if name := self._full.broken_guard():
+            return f"it writes beyond {name}", launch
+        if self._reference is None:
+            self._reference = self.allocate(self._full.out_bytes)
+            self.copy(self._reference.ptr, self._full.output(), self._full.out_bytes)
+            self.wait()
+        error = self.largest_difference()
+        if not error <= LARGEST_DIFFERENCE[self._full.workload.dtype]:
+            return f"at full size it differs from the default by {error:.2g}", launch
+        return None, launch
+
+    def largest_difference(self) -> float:
+        """Of the output at full size from the reference: the largest relative L2 of blocks of 32 rows."""
+        call = self._full
+        if call is None:
+            raise RuntimeError("largest_difference needs a workload")
+        item = ITEM_BYTES[call.workload.dtype]
+        size, total = BLOCK_ROWS * call.workload.head_dim[1], call.out_bytes // item
+        blocks = -(-total // size)
+        sums = self.allocate(16 * blocks)
+        arrays = (np.uint64(address) for address in (call.output(), self._reference.ptr, sums.ptr))
+        sizes = np.int64(size), np.int64(total), np.int32(item), np.int32(call.workload.dtype == "bfloat16")
+        self._compare((blocks,), (256,), (*arrays, *sizes), 0, self.stream)
+        difference, norm = self.download(sums.ptr, 16 * blocks, np.dtype(np.float64)).reshape(-1, 2).T
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return float(np.sqrt(np.where(difference == 0, 0.0, difference / norm)).max())
+
+    def time_in_turn(self, runs: Sequence[Run]) -> dict[int, float]:
+        """Milliseconds of one run of each, in this order, each with a cold L2."""
+        if self._full is None:
+            raise RuntimeError("time_in_turn needs a workload")
+        addresses, taken = self._full.addresses(lse=False), []
+        runs[-1].launch(addresses, self.stream)  # the first is not to find a GPU that has rested
+        for run in runs:
+            self.fill(self._scratch.ptr, 0, self._scratch_bytes)
+            start, end = self.cupy.cuda.Event(), self.cupy.cuda.Event()
+            start.record(self.stream)
+            run.launch(addresses, self.stream)
+            end.record(self.stream)
+            taken.append((run.number, start, end))
+        for number, _, end in taken:
+            try:
+                self.wait(end)
+            except Hung:
+                emit({"hung": number})
+                raise
+        return {number: float(self.cupy.cuda.get_elapsed_time(start, end)) for number, start, end in taken}
+
+    def resources(self, launch: Launch | WgmmaLaunch) -> tuple[int, int]:
+        """Registers of a thread, and bytes of its local memory."""
+        from cupy.cuda import driver
+
+        registers, local = 4, 3  # CU_FUNC_ATTRIBUTE_NUM_REGS, CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
+        function = launch.function.ptr
+        return driver.funcGetAttribute(registers, function), driver.funcGetAttribute(local, function)
+
+    def is_lost(self) -> bool:
+        """Whether an error has left the context unusable."""
+        try:
+            self.wait()
+        except Hung:
+            raise
+        except Exception:
+            return True
+        return False
+
+
+def measure(gpu: Gpu, request: Message) -> Iterator[Message]:
+    """Check and time the candidates of a request beside the anchor, which is number 0."""
+    gpu.hang_seconds = float(request["hang_seconds"])
+    gpu.load(Workload.from_json(request["workload"]))
+    runs: list[Run] = []
+    for number, document in enumerate([request["anchor"], *request["candidates"]]):
+        yield {"begin": number}
+        try:
+            config = read_config(document)
+            wrong, launch = gpu.check(config)
+        except Hung:
+            yield {"hung": number}
+            raise
+        except (RuntimeError, ValueError) as error:  # CUDA errors and CompileError are RuntimeErrors
+            lost = gpu.is_lost()
+            yield {"checked": number, "status": "crash" if lost else "launch", "error": str(error).splitlines()[0]}
+            if lost:
+                raise
+            continue
+        if wrong is not None:
+            yield {"checked": number, "status": "wrong", "error": wrong}
+            continue
+        runs.append(Run(number, launch))
+        registers, spilled = gpu.resources(launch)
+        yield {"checked": number, "status": "ok", "registers": registers, "spill_bytes": spilled}
+    if not runs or runs[0].number != 0:
+        yield {"done": {}}
+        return
+    # One run of each to warm up; those that are hopelessly slow are not run again.
+    first = gpu.time_in_turn(runs)
+    slowest = request.get("give_up", float("inf")) * first[0]
+    times = {number: [ms] for number, ms in first.items()}
+    kept = [run for run in runs if run.number == 0 or first[run.number] <= slowest]
+    order = random.Random(len(kept))
+    for turn in range(request["rounds"]):
+        yield {"round": turn}
+        order.shuffle(kept)
+        for number, ms in gpu.time_in_turn(kept).items():
+            times[number].append(ms)
+    measured = {run.number for run in kept}
+    yield {"done": {number: ms[1:] if number in measured and ms[1:] else ms for number, ms in times.items()}}
+
+
+# ---- the loop ----
+
+
+_output: Any = None
+
+
+def emit(message: Message) -> None:
+    """Send one message."""
+    _output.write(json.dumps(message) + "\n")
+    _output.flush()
+
+
+def serve(handlers: Handlers, lines: Iterator[str]) -> int:
+    """Answer requests until there are no more; the exit code says why it ended."""
+    for line in lines:
+        request = json.loads(line)
+        try:
+            for message in handlers[request["do"]](request):
+                emit(message)
+        except Hung:
+            return HUNG
+        except BrokenPipeError:
+            return 0
+        except Exception as error:
+            emit({"fatal": f"{type(error).__name__}: {error}"})
+            return LOST
+    return 0
+
+
+def gpu_handlers(make_gpu: Callable[[int], Gpu] = Gpu) -> Handlers:
+    """What a process that compiles, or owns a GPU, can be asked for."""
+    gpus: list[Gpu] = []
+
+    def hello(request: Message) -> Iterator[Message]:
+        gpus.append(make_gpu(request["gpu"]))
+        yield {"done": asdict(gpus[0].info)}
+
+    def measure_here(request: Message) -> Iterator[Message]:
+        return measure(gpus[0], request)
+
+    return {"hello": hello, "measure": measure_here, "yield": yield_to_the_gpu, "compile": compile_candidate}
+
+
+def main(handlers: Handlers) -> None:
+    """Serve, with whatever else is printed on standard error."""
+    global _output
+    _output = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    code = serve(handlers, itertools.chain(sys.stdin))
+    with suppress(BrokenPipeError):
+        _output.flush()
+    os._exit(code)  # a kernel that hangs would keep the process
+
+
+if __name__ == "__main__":
+    main(gpu_handlers())
