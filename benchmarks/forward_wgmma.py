@@ -24,41 +24,22 @@ from typing import Any
 
 import cupy
 import numpy as np
-import timing
 import torch
-from timing import flops, interleaved, wait
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cuflash
+from cuflash import timing
 from cuflash.config import WgmmaConfig
+from cuflash.timing import flops, interleaved, wait
 
 WIDE = WgmmaConfig(2, 128, 2, 2)
 CANDIDATES = {  # by head dim
-    64: (
-        WgmmaConfig(4, 64, 6),
-        WgmmaConfig(4, 64, 6, ping_pong=False),
-        WgmmaConfig(4, 64, 5, 2),
-        WgmmaConfig(3, 128, 3),
-        WgmmaConfig(2, 128, 3, 2),
-        WgmmaConfig(2, 128, 3, 2, ping_pong=False),
-        WgmmaConfig(2, 128, 3, 2, speculative=False),
-    ),
-    128: (
-        WIDE,
-        replace(WIDE, ping_pong=False),
-        WgmmaConfig(2, 128, 2, 1),
-        replace(WIDE, speculative=False),
-    ),
-    256: (
-        WgmmaConfig(2, 64, 2),
-        WgmmaConfig(2, 64, 2, ping_pong=False),
-        WgmmaConfig(2, 80, 2),
-        WgmmaConfig(2, 64, 2, section_mb=16),
-        WgmmaConfig(2, 64, 2, speculative=False),
-    ),
-    72: (WIDE, replace(WIDE, ping_pong=False), WgmmaConfig(2, 128, 3, 1)),
-    80: (WIDE, replace(WIDE, ping_pong=False), WgmmaConfig(2, 128, 3, 1)),
-    96: (WIDE, replace(WIDE, ping_pong=False), WgmmaConfig(2, 128, 3, 1)),
+    64: (WgmmaConfig(3, 128, 3), WgmmaConfig(3, 128, 3, 2), WgmmaConfig(2, 128, 3, 2), WgmmaConfig(4, 64, 5, 2)),
+    128: (WIDE, replace(WIDE, ping_pong=False), replace(WIDE, speculative=False)),
+    256: (WgmmaConfig(2, 64, 2), WgmmaConfig(2, 64, 2, ping_pong=False), WgmmaConfig(2, 64, 2, section_mb=16)),
+    72: (WIDE, WgmmaConfig(3, 96, 2), WgmmaConfig(2, 176, 2)),
+    80: (WIDE, WgmmaConfig(3, 96, 2), WgmmaConfig(2, 176, 2)),
+    96: (WIDE, WgmmaConfig(2, 160, 2)),
     192: (WgmmaConfig(2, 96, 2), WgmmaConfig(2, 96, 2, ping_pong=False), WgmmaConfig(2, 80, 2)),
 }
 NARROW = (WgmmaConfig(2, 64, 3, 2), WgmmaConfig(2, 64, 3, 2, ping_pong=False))
@@ -319,6 +300,15 @@ def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Ca
     return run
 
 
+def flash_attention_3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Callable[[], object] | None:
+    """FlashAttention-3, if the wheel fa3-fwd is installed."""
+    try:
+        from fa3_fwd_interface import flash_attn_func
+    except ImportError:
+        return None
+    return lambda: flash_attn_func(q, k, v, causal=causal)
+
+
 def sampled_error(case: Case, out: torch.Tensor, qkv: tuple[torch.Tensor, ...], options: dict[str, Any]) -> float:
     """Relative L2 error of some rows of the last head."""
     n = case.n
@@ -376,6 +366,8 @@ def campaign(rounds: int, budget: float, only: str) -> int:
                 failed += 1
         if case.has_peer():
             runs["cuDNN"] = cudnn(q, k, v, case.causal)
+            if (peer := flash_attention_3(q, k, v, case.causal)) is not None:
+                runs["FlashAttention-3"] = peer
         if not runs:
             continue
         times = interleaved(runs, rounds)

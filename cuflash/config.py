@@ -219,6 +219,8 @@ WARPGROUP = 128
 WARPGROUP_ROWS = 64
 PANEL_COLUMNS = 64
 SWIZZLE_BYTES = 1024  # where a swizzled tile is aligned to
+STAGE_BYTES = 4 * 16 * 128  # for the rows of a warpgroup, a panel at a time, on their way out
+ROW_WORK_BYTES = 48  # what the producer tells a warpgroup of a tile of rows
 MEGABYTE = 1 << 20
 
 # Registers of a producer and a consumer thread by consumer warpgroups; (0, 0) leaves them as they are. A launch gives
@@ -297,7 +299,11 @@ class WgmmaConfig:
         q_tiles = self.q_stages * self.consumers
         tiles = q_tiles * WARPGROUP_ROWS * qk + self.stages * self.b_c * (qk + v)
         barriers = 8 * (4 * self.stages + 2 * q_tiles)
-        return tiles + barriers + 16 * q_tiles + SWIZZLE_BYTES
+        return tiles + STAGE_BYTES * self.consumers + barriers + 16 + ROW_WORK_BYTES * q_tiles + SWIZZLE_BYTES
+
+    def products(self, spec: Spec) -> dict[str, tuple[int, ...]]:
+        """The shapes of wgmma that the kernel uses: those of Q K^T and of P V."""
+        return {"wgmma_ss": (self.b_c,), "wgmma_rs": (spec.d_v,)}
 
     def registers(self, spec: Spec) -> int:
         """The registers that O, S and P take, a thread: a lower bound."""

@@ -17,7 +17,9 @@
 #include "mask.cuh"
 #include "scores.cuh"
 #include "tile.cuh"
+#include "wgmma_panels.cuh"
 #include "wgmma_tile.cuh"
+#include "wgmma_ring.cuh"
 #include "wgmma_shared.cuh"
 #include "wgmma_softmax.cuh"
 #include "wgmma_store.cuh"
@@ -41,10 +43,6 @@ static_assert(kTurnBarrier + kConsumers <= kMeetBarrier && kMeetBarrier + kConsu
 static_assert(!kPingPong || kConsumers > 1, "turns are taken by two or more");
 
 // ---- which rows, which keys ----
-struct RowTile {
-  i32 row0, head, batch;
-};
-
 // Heads in sections; in a section the longest rows of a causal mask first, of all its heads.
 __device__ __forceinline__ RowTile row_tile(const WgmmaParams& a, i32 index) {
   const i32 row_tiles = a.p.row_tiles, heads = a.tiles / row_tiles;
@@ -60,6 +58,17 @@ __device__ __forceinline__ KeyTiles some_key_tiles(const Visibility& see, i32 ro
   return tiles.end > tiles.first ? tiles : KeyTiles{otherwise, otherwise + 1, 0, 0};
 }
 
+// What a warpgroup does of a tile of rows, for which its block walks over the tiles of `of_block`
+__device__ __forceinline__ RowWork row_work(const Visibility& see, const RowTile& tile, const KeyTiles& of_block, i32 warpgroup) {
+  RowWork work;
+  work.rows = tile;
+  work.rows.row0 += kWarpgroupRows * warpgroup;
+  work.tiles = kPassesOver ? some_key_tiles(see, work.rows.row0, kWarpgroupRows, of_block.first) : of_block;
+  work.passed_over = of_block.end - work.tiles.end;
+  work.passed_over_behind = work.tiles.first - of_block.first;
+  return work;
+}
+
 // ---- the producer: one thread ----
 template <class Tile>
 __device__ __forceinline__ void request_tile(u32 to, const TensorMap& map, u32 full, i32 row, i32 head, i32 batch, u64 policy) {
@@ -69,55 +78,91 @@ __device__ __forceinline__ void request_tile(u32 to, const TensorMap& map, u32 f
     tma_load_4d(to + panel * Tile::kPanelBytes, &map, full, panel * kPanelColumns, row, head, batch, policy);
 }
 
+// The same as far as the L2 cache
+template <class Tile> __device__ __forceinline__ void prefetch_tile(const TensorMap& map, i32 row, i32 head, i32 batch) {
+#pragma unroll
+  for (i32 panel = 0; panel < Tile::kPanels; ++panel) tma_prefetch_4d(&map, panel * kPanelColumns, row, head, batch);
+}
+// The coordinates of an axis along which Q does not change are 0.
+__device__ __forceinline__ i32 q_head(const Params& p, const RowTile& tile) { return p.q_head == 0 ? 0 : tile.head; }
+__device__ __forceinline__ i32 q_batch(const Params& p, const RowTile& tile) { return p.q_batch == 0 ? 0 : tile.batch; }
+
 __device__ __forceinline__ void produce(const WgmmaParams& a, const Shared& shared) {
   const Params& p = a.p;
   Ring<kStages> k_ring, v_ring;
   Ring<kQStages> q_ring;
   k_ring.parity = v_ring.parity = q_ring.parity = kEmptyAtFirst;
 
-  i32 v_row = -1, v_head = 0, v_batch = 0;  // the tile of V to load next: that of the last K
-  const auto load_v = [&] {
+  const auto load_k = [&](const RowTile& tile, i32 kv_head, i32 j) {
+    mbarrier_wait(shared.empty_k(k_ring.slot), k_ring.parity);
+    request_tile<KTile>(shared.k(k_ring.slot), a.k_map, shared.full_k(k_ring.slot), j * kBc, p.k_head == 0 ? 0 : kv_head,
+                        p.k_batch == 0 ? 0 : tile.batch, kReadOften);
+    k_ring.advance();
+  };
+  const auto load_v = [&](const RowTile& tile, i32 kv_head, i32 j) {
     mbarrier_wait(shared.empty_v(v_ring.slot), v_ring.parity);
-    request_tile<VTile>(shared.v(v_ring.slot), a.v_map, shared.full_v(v_ring.slot), v_row, v_head, v_batch, kReadOften);
+    request_tile<VTile>(shared.v(v_ring.slot), a.v_map, shared.full_v(v_ring.slot), j * kBc, p.v_head == 0 ? 0 : kv_head,
+                        p.v_batch == 0 ? 0 : tile.batch, kReadOften);
     v_ring.advance();
   };
-#pragma unroll 1
-  for (u32 index = blockIdx.x; index < static_cast<u32>(a.tiles);) {
-    const RowTile tile = row_tile(a, static_cast<i32>(index));
-    index = gridDim.x + atomicInc(a.next_tile, a.tiles - 1);  // back to 0 after a.tiles times
-    const auto load_q = [&] {
-#pragma unroll
-      for (i32 w = 0; w < kConsumers; ++w) {
-        mbarrier_wait(shared.empty_q(q_ring.slot, w), q_ring.parity);
-        i32* const to = shared.row_tile(q_ring.slot, w);
-        to[0] = tile.row0;
-        to[1] = tile.head;
-        to[2] = tile.batch;
-        request_tile<QTile>(shared.q(q_ring.slot, w), a.q_map, shared.full_q(q_ring.slot, w), tile.row0 + w * kWarpgroupRows,
-                            p.q_head == 0 ? 0 : tile.head, p.q_batch == 0 ? 0 : tile.batch, kReadOnce);
-      }
-      q_ring.advance();
-    };
-    const KeyTiles tiles = some_key_tiles(visibility(p, tile.batch, tile.head), tile.row0, kBr, 0);
-    const i32 kv_head = tile.head / p.group;
-    if (kQStages > 1) load_q();
-#pragma unroll 1
-    for (i32 j = tiles.end - 1; j >= tiles.first; --j) {
-      mbarrier_wait(shared.empty_k(k_ring.slot), k_ring.parity);
-      request_tile<KTile>(shared.k(k_ring.slot), a.k_map, shared.full_k(k_ring.slot), j * kBc, p.k_head == 0 ? 0 : kv_head,
-                          p.k_batch == 0 ? 0 : tile.batch, kReadOften);
-      k_ring.advance();
-      if (v_row >= 0) load_v();
-      if (kQStages == 1 && j == tiles.end - 1) load_q();
-      v_row = j * kBc;
-      v_head = p.v_head == 0 ? 0 : kv_head;
-      v_batch = p.v_batch == 0 ? 0 : tile.batch;
+  const auto load_q = [&](const RowTile& tile) {
+    const Visibility see = visibility(p, tile.batch, tile.head);
+    const KeyTiles of_block = some_key_tiles(see, tile.row0, kBr, 0);
+#pragma unroll 1  // registers are few here
+    for (i32 w = 0; w < kConsumers; ++w) {
+      const RowWork work = row_work(see, tile, of_block, w);
+      mbarrier_wait(shared.empty_q(q_ring.slot, w), q_ring.parity);
+      *shared.row_work(q_ring.slot, w) = work;
+      request_tile<QTile>(shared.q(q_ring.slot, w), a.q_map, shared.full_q(q_ring.slot, w), work.rows.row0, q_head(p, tile),
+                          q_batch(p, tile), kReadOnce);
     }
+    q_ring.advance();
+  };
+  const auto prefetch_q = [&](const RowTile& tile) {
+#pragma unroll
+    for (i32 w = 0; w < kConsumers; ++w)
+      prefetch_tile<QTile>(a.q_map, tile.row0 + w * kWarpgroupRows, q_head(p, tile), q_batch(p, tile));
+  };
+  const u32 tiles_of_rows = a.tiles;
+  const auto is_due = [&](u32 index) { return index < tiles_of_rows; };
+  const auto row_tile_at = [&](u32 index) { return row_tile(a, static_cast<i32>(min(index, tiles_of_rows - 1))); };
+  const auto key_tiles_of = [&](const RowTile& tile) {
+    return some_key_tiles(visibility(p, tile.batch, tile.head), tile.row0, kBr, 0);
+  };
+
+  // In the order of their use: K_j comes before V_j+1, and the first K of a tile of rows before the last V of the one before. Q is asked
+  // for a tile of rows ahead, as soon as all that the rows before still need has been; with one slot, it comes ahead as far as the L2
+  // cache. No more than that stands between two loads: the warpgroups wait for this thread.
+  u32 index = blockIdx.x;  // below tiles_of_rows
+  RowTile tile = row_tile_at(index);
+  KeyTiles tiles = key_tiles_of(tile);
+  i32 kv_head = tile.head / p.group;
+  if (kQStages > 1) load_q(tile);
+  load_k(tile, kv_head, tiles.end - 1);
+#pragma unroll 1
+  while (is_due(index)) {
+    if (kQStages == 1) load_q(tile);
+    index = gridDim.x + atomicInc(a.next_tile, tiles_of_rows - 1);  // back to 0 after as many times
+    if (kQStages == 1 && is_due(index)) prefetch_q(row_tile_at(index));
+#pragma unroll 1
+    for (i32 j = tiles.end - 1; j > tiles.first; --j) {
+      load_k(tile, kv_head, j - 1);
+      load_v(tile, kv_head, j);
+      if (kQStages > 1 && j == tiles.end - 1 && is_due(index)) load_q(row_tile_at(index));
+    }
+    if (kQStages > 1 && tiles.end - tiles.first == 1 && is_due(index)) load_q(row_tile_at(index));
+    const RowTile next = row_tile_at(index);
+    const KeyTiles next_tiles = key_tiles_of(next);
+    const i32 next_kv_head = next.head / p.group;
+    if (is_due(index)) load_k(next, next_kv_head, next_tiles.end - 1);
+    load_v(tile, kv_head, tiles.first);
+    tile = next;
+    tiles = next_tiles;
+    kv_head = next_kv_head;
   }
-  if (v_row >= 0) load_v();
   for (i32 w = 0; w < kConsumers; ++w) {  // no more rows
     mbarrier_wait(shared.empty_q(q_ring.slot, w), q_ring.parity);
-    shared.row_tile(q_ring.slot, w)[0] = -1;
+    *shared.row_work(q_ring.slot, w) = {{kNoRows}};
     mbarrier_arrive(shared.full_q(q_ring.slot, w));
   }
 }
@@ -131,11 +176,8 @@ struct Consumer {
 
   Ring<kStages> k_ring, v_ring;
   Ring<kQStages> q_ring;
-  RowTile tile = {};       // row0: this lane's first row
-  KeyTiles tiles;          // that the warpgroup needs
-  i32 passed_over;         // tiles that the block needs beyond these, and that are passed over: before
-  i32 passed_over_behind;  // and behind
-  i32 j;                   // the key tile at hand
+  RowWork work = {};  // rows.row0: this lane's first row
+  i32 j;              // the key tile at hand
 
   float s[kSRegisters], o[kORegisters];
   u32 p[kPRegisters];
@@ -161,20 +203,16 @@ struct Consumer {
   // Waits for a Q and the rows that it is of; false if there is none.
   __device__ __forceinline__ bool next_rows() {
     mbarrier_wait(shared.full_q(q_ring.slot, warpgroup), q_ring.parity);
-    const i32* const from = shared.row_tile(q_ring.slot, warpgroup);
-    const auto read = [&](i32 i) { return __shfl_sync(0xffffffff, lane == 0 ? from[i] : 0, 0); };  // by the lane that will release them
-    const i32 row0 = read(0);
-    if (row0 < 0) return false;
-    tile = {row0 + kWarpgroupRows * warpgroup + 16 * warp + lane / 4, read(1), read(2)};
-    const KeyTiles of_block = some_key_tiles(visible(), row0, kBr, 0);
-    tiles = kPassesOver ? some_key_tiles(visible(), row0 + kWarpgroupRows * warpgroup, kWarpgroupRows, of_block.first) : of_block;
-    passed_over = of_block.end - tiles.end;
-    passed_over_behind = tiles.first - of_block.first;
-    j = tiles.end - 1;
+    const RowWork next = *shared.row_work(q_ring.slot, warpgroup);
+    __syncwarp();  // all lanes have read it before one of them releases it
+    if (next.rows.row0 == kNoRows) return false;
+    work = next;
+    work.rows.row0 += 16 * warp + lane / 4;
+    j = work.tiles.end - 1;
     if (kFolded && a.p.scale_log2 <= 0) scale_q(a.p.scale_log2 < 0 ? -1.0f : 0.0f);
     return true;
   }
-  __device__ __forceinline__ Visibility visible() const { return visibility(a.p, tile.batch, tile.head); }
+  __device__ __forceinline__ Visibility visible() const { return visibility(a.p, work.rows.batch, work.rows.head); }
 
   // A negative scale moves into Q, and so does 0, which would turn masked scores into NaN.
   __device__ __forceinline__ void scale_q(float factor) const {
@@ -196,22 +234,23 @@ struct Consumer {
   }
 
   // From the dot products with the keys of the tile at hand, from its key `key` on
-  template <bool kFirst, i32 n> __device__ __forceinline__ void finish_scores_of_tile(float (&s)[n], i32 key) const {
-    constexpr bool kMayBeCut = kFirst || kLeft || kRight || kMask;  // else it is only the last keys that may not fill a tile
+  template <bool kMayBeCut, i32 n> __device__ __forceinline__ void finish_scores_of_tile(float (&s)[n], i32 key) const {
+    const Scores score = scores(a.p, work.rows.batch, work.rows.head);
     const i32 key0 = j * kBc + key + 2 * (lane % 4);
-    if (kMayBeCut && !tiles.whole(j))
-      finish_scores<true>(s, scores(a.p, tile.batch, tile.head), visible(), tile.row0, key0);
+    if (kMayBeCut && !work.tiles.whole(j))
+      finish_scores<true>(s, score, visible(), work.rows.row0, key0);
     else if (!kFolded)
-      finish_scores<false>(s, scores(a.p, tile.batch, tile.head), visible(), tile.row0, key0);
+      finish_scores<false>(s, score, visible(), work.rows.row0, key0);
   }
 
   // S_j = Q K_j^T, then its softmax, while O += P V of the tile before runs, if there is one (kPending): if K_j is the first of its
   // rows (kFirst), that is the last product of the rows before, whose O is stored.
   template <bool kFirst, bool kPending> __device__ __forceinline__ void step(const RowTile& rows_before) {
     constexpr bool kMayRepair = kSpeculative && !kFirst;  // needs K_j and Q once more
+    constexpr bool kMayBeCut = kFirst || kPassesOver || kMask;
     const auto release_k = [&] {
       arrive(shared.empty_k(k_ring.slot));
-      mbarrier_arrive_if(shared.empty_q(q_ring.slot, warpgroup), lane == 0 && j == tiles.first);
+      mbarrier_arrive_if(shared.empty_q(q_ring.slot, warpgroup), lane == 0 && j == work.tiles.first);
     };
 
     mbarrier_wait(shared.full_k(k_ring.slot), k_ring.parity);
@@ -230,10 +269,13 @@ struct Consumer {
     if constexpr (!kMayRepair) release_k();
     const Rows done = rows;
     if constexpr (kFirst) rows = Rows{};
-    finish_scores_of_tile<kFirst>(s, 0);
+    finish_scores_of_tile<kMayBeCut>(s, 0);
     float offset[2] = {rows.m[0] * c, rows.m[1] * c}, factor[2], sum[2];
     bool raised = false;
-    if (!rows.speculates) raised = rows.raise(s, c, lane, offset, factor);
+    if constexpr (kFirst)
+      rows.begin(s, c, offset);
+    else if (!rows.speculates)
+      raised = rows.raise(s, c, offset, factor);
     Rows::weigh(s, c, offset, sum);
 
     if constexpr (kPending) {
@@ -252,20 +294,21 @@ struct Consumer {
       if (raised) Rows::rescale(o, factor);
     }
     if constexpr (kMayRepair) {
-      if (rows.is_outgrown(sum))
-        rows.repair(s, sum, p, o, c, lane, [&](float (&part)[kPartKeys / 2], i32 key) {
+      if (rows.may_be_outgrown(sum))
+        rows.repair(s, sum, p, o, c, [&](float (&part)[kPartKeys / 2], i32 key) {
           const u32 q = shared.q(q_ring.slot, warpgroup), k = shared.k(k_ring.slot);
           multiply_q_k_again(part, q, k + key * kPanelRowBytes, warp, lane);
-          finish_scores_of_tile<kFirst>(part, key);
+          finish_scores_of_tile<kMayBeCut>(part, key);
         });
       release_k();
     }
     rows.add(sum);
+    if (kSpeculative && !rows.speculates && work.tiles.whole(j)) rows.decide_on_trust();
     if (kKvLengths && kFirst) {
       const i32 live_rows = visible().key_length - j * kBc;
       if (live_rows < kBc) clear_v_beyond(live_rows);
     }
-    if (j == tiles.first) q_ring.advance();
+    if (j == work.tiles.first) q_ring.advance();
     k_ring.advance();
     --j;
   }
@@ -281,8 +324,8 @@ struct Consumer {
     v_ring.advance();
     store(rows, of);
   }
-  __device__ __forceinline__ void store(const Rows& done, const RowTile& of) const {
-    store_rows(a.p, o, done, of.row0, of.head, of.batch, lane, c);
+  __device__ __forceinline__ void store(const Rows& done, const RowTile& of) {
+    store_rows(a.p, o, done, of, shared.stage(warpgroup, warp), lane, c);
   }
   __device__ __forceinline__ void pass_over(i32 count) {
     for (; count > 0; --count) {
@@ -301,27 +344,27 @@ struct Consumer {
     give_first_turn();
     bool pending = false;  // whether there are rows whose last product is still to be issued
     for (;;) {
-      const RowTile rows_before = tile;
+      const RowTile rows_before = work.rows;
       if (!next_rows()) {
         if (pending) finish_rows(rows_before);
         return;
       }
-      if (kPassesOver && passed_over > 0) {
+      if (kPassesOver && work.passed_over > 0) {
         if (pending) finish_rows(rows_before);
         pending = false;
-        pass_over(passed_over);
+        pass_over(work.passed_over);
       }
       if (pending)
         step<true, true>(rows_before);
       else
         step<true, false>(rows_before);
 #pragma unroll 1
-      while (j >= tiles.first) step<false, true>(rows_before);
+      while (j >= work.tiles.first) step<false, true>(rows_before);
       pending = true;
-      if (kLeft && passed_over_behind > 0) {
-        finish_rows(tile);
+      if (kLeft && work.passed_over_behind > 0) {
+        finish_rows(work.rows);
         pending = false;
-        pass_over(passed_over_behind);
+        pass_over(work.passed_over_behind);
       }
     }
   }

@@ -13,6 +13,7 @@ struct half_t { u16 bits; };  // IEEE binary16
 struct bf16_t { u16 bits; };  // the upper half of an IEEE binary32
 
 #define DYNAMIC_SMEM(name) extern __shared__ __align__(128) u8 name[]
+#define ALIGNED_DYNAMIC_SMEM(name, bytes) extern __shared__ __align__(bytes) u8 name[]
 
 // 2^x, flushing results below 2^-126 to zero; relative error at most 2^-22
 __device__ __forceinline__ float ex2_approx_ftz(float x) {
@@ -58,8 +59,22 @@ __device__ __forceinline__ float rcp_approx_ftz(float x) {
   return y;
 }
 
+// Four bytes of x and y (0-3, 4-7), each named by four bits of `selector`; of a byte named with 8 more, only the sign, eight times
+__device__ __forceinline__ u32 prmt(u32 x, u32 y, u32 selector) {
+  u32 z;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "r"(selector));
+  return z;
+}
+
 // ---- shared memory ----
 // An address in shared memory, as the instructions below take it
+// blockIdx.x, read anew each time: so that what follows from it needs no registers from one use to the next
+__device__ __forceinline__ u32 block_index() {
+  u32 index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+}
+
 __device__ __forceinline__ u32 smem_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
 
 // Asynchronous copies from device to shared memory: the first `bytes` of them, then zeros
@@ -100,6 +115,12 @@ __device__ __forceinline__ void ldmatrix_x2_trans(u32 (&r)[2], u32 address) {
 }
 __device__ __forceinline__ void ldmatrix_x1_trans(u32& r, u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];" : "=r"(r) : "r"(address));
+}
+
+// The reverse of ldmatrix
+__device__ __forceinline__ void stmatrix_x4(u32 address, const u32* r) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
 }
 
 // ---- tensor cores: D += A B, D and products in float ----
@@ -159,10 +180,76 @@ __device__ __forceinline__ void tma_load_4d(u32 smem, const TensorMap* map, u32 
       "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "l"(cache_policy)
       : "memory");
 }
+// The same as far as the L2 cache
+__device__ __forceinline__ void tma_prefetch_4d(const TensorMap* map, i32 x, i32 y, i32 z, i32 w) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
 __device__ __forceinline__ void prefetch_tensormap(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
+// Bulk copies of whole 16-byte vectors. The one to shared memory reports its bytes to a barrier; those from there are waited for by the
+// thread that issued them, in groups: until at most kPending groups still read shared memory, or are not yet done in device memory.
+__device__ __forceinline__ void bulk_load(u32 smem, const void* global, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem), "l"(global), "r"(bytes),
+               "r"(barrier)
+               : "memory");
+}
+__device__ __forceinline__ void bulk_store(void* global, u32 smem, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(smem), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void bulk_add_f32(float* global, u32 smem, u32 bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(smem), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+template <i32 kPending> __device__ __forceinline__ void bulk_wait_group_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+template <i32 kPending> __device__ __forceinline__ void bulk_wait_group() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
 
 // What this thread did in shared memory comes before what TMA and wgmma will do there.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// What this thread knows of device memory comes before what bulk copies will do there.
+__device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+// threadIdx.x, read again rather than kept in a register
+__device__ __forceinline__ u32 thread_index_again() {
+  u32 x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+
+// Counters in device memory, by which blocks tell each other what they have done
+__device__ __forceinline__ i32 ld_acquire(const i32* global) {
+  i32 x;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(global) : "memory");
+  return x;
+}
+__device__ __forceinline__ void ld_acquire_until(const i32* global, i32 value) {  // it is reached
+  while (ld_acquire(global) != value) {
+  }
+}
+__device__ __forceinline__ i32 ld_relaxed(const i32* global) {
+  i32 x;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(global) : "memory");
+  return x;
+}
+// Makes of ld_relaxed before it an ld_acquire, and of red_relaxed_add after it a red_release_add
+__device__ __forceinline__ void fence_acq_rel() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+__device__ __forceinline__ void red_release_add(i32* global, i32 x) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(global), "r"(x) : "memory");
+}
+__device__ __forceinline__ void red_relaxed_add(i32* global, i32 x) {
+  asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(global), "r"(x) : "memory");
+}
+
+// Added in device memory, where nothing comes back from it; four at a time from sm_90 on
+__device__ __forceinline__ void red_add_f32(float* global, float x) {
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(global), "f"(x) : "memory");
+}
+__device__ __forceinline__ void red_add_f32x4(float* global, const float (&x)[4]) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(global), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
+}
 
 // Named barriers, 1 to 15: `threads` threads meet, of which those that only arrive do not wait.
 __device__ __forceinline__ void bar_sync(i32 barrier, i32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory"); }
@@ -184,4 +271,8 @@ template <i32 kPending> __device__ __forceinline__ void wgmma_wait_group() {  //
 template <i32 n> __device__ __forceinline__ void pin(float (&x)[n]) {  // no use of x moves to before this point
 #pragma unroll
   for (i32 i = 0; i < n; ++i) asm volatile("" : "+f"(x[i])::"memory");
+}
+template <i32 n> __device__ __forceinline__ void pin(u32 (&x)[n]) {
+#pragma unroll
+  for (i32 i = 0; i < n; ++i) asm volatile("" : "+r"(x[i])::"memory");
 }

@@ -2,6 +2,19 @@
 // for them and the warpgroups that multiply them.
 #pragma once
 
+struct RowTile {
+  i32 row0, head, batch;
+};
+
+// What the producer tells a warpgroup about its rows.
+struct alignas(16) RowWork {
+  RowTile rows;
+  i32 passed_over;  // key tiles that the block needs, and not the warpgroup: before those that it needs
+  KeyTiles tiles;
+  i32 passed_over_behind;  // and behind
+};
+constexpr i32 kNoRows = -1;  // as row0: there is no more to do
+
 struct Shared {
   u8* base;
   u32 address;
@@ -19,32 +32,25 @@ struct Shared {
   __device__ __forceinline__ u32 empty_q(i32 slot, i32 warpgroup) const {
     return barrier(4 * kStages + (kQStages + slot) * kConsumers + warpgroup);
   }
-  __device__ __forceinline__ i32* row_tile(i32 slot, i32 warpgroup) const {
-    return reinterpret_cast<i32*>(base + kRowTiles + (slot * kConsumers + warpgroup) * kRowTileBytes);
+  __device__ __forceinline__ RowWork* row_work(i32 slot, i32 warpgroup) const {
+    return reinterpret_cast<RowWork*>(base + kRowWork) + slot * kConsumers + warpgroup;
   }
+
+  // A panel of a warp's rows, on their way to device memory
+  __device__ __forceinline__ u8* stage(i32 warpgroup, i32 warp) const { return base + kStage + (4 * warpgroup + warp) * kStageBytes; }
 
   // From an address to a pointer
   __device__ __forceinline__ u8* at(u32 place) const { return base + (place - address); }
 
   static constexpr i32 kK = kQStages * kConsumers * QTile::kBytes;
   static constexpr i32 kV = kK + kStages * KTile::kBytes;
-  static constexpr i32 kBarriers = kV + kStages * VTile::kBytes;
-  static constexpr i32 kBarrierBytes = 8, kRowTileBytes = 16;
-  static constexpr i32 kRowTiles = kBarriers + (4 * kStages + 2 * kQStages * kConsumers) * kBarrierBytes;
+  static constexpr i32 kStage = kV + kStages * VTile::kBytes;
+  static constexpr i32 kStageBytes = 16 * kPanelRowBytes;
+  static constexpr i32 kBarriers = kStage + 4 * kConsumers * kStageBytes;
+  static constexpr i32 kBarrierBytes = 8;
+  static constexpr i32 kRowWork =
+      kBarriers + (4 * kStages + 2 * kQStages * kConsumers) * kBarrierBytes / alignof(RowWork) * alignof(RowWork) + alignof(RowWork);
 
  private:
   __device__ __forceinline__ u32 barrier(i32 number) const { return address + kBarriers + number * kBarrierBytes; }
 };
-
-// A place in a ring of slots, and the parity of the phase to wait for there
-template <i32 kSlots> struct Ring {
-  i32 slot = 0;
-  u32 parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++slot == kSlots) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
-constexpr u32 kEmptyAtFirst = 1;  // the parity that a producer starts with

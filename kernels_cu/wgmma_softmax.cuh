@@ -1,19 +1,17 @@
-// Online softmax on the accumulators of a warpgroup (wgmma_tile.cuh): S becomes P, the row statistics go on.
+// Online softmax on the accumulators of a warpgroup (wgmma_panels.cuh): S becomes P, the row statistics go on.
 //
 // The weight of a score s is 2^(c (s - m)). Without softcap and bias, s is q . k and c = |scale| log2(e), Q having taken the sign;
-// otherwise s is the finished score and c = log2(e). The reference m is the maximum of a tile of the row's past, or near it. It moves
-// only when it matters (most_weight): weights must not overflow, and none above 1 may be most of l, because P rounds it and l does not;
-// the weight of the maximum itself is exactly 1. Where the row
-//   - trusts its reference (kSpeculative), this is asked of the sum over a lane's keys of a tile, after the fact;
-//   - does not, of the maximum of the tile.
-// A row trusts its reference from its first visible key on until that was repaired kRepairs times, or weights overflowed. All of this
+// otherwise s is the finished score and c = log2(e). The reference m of a row is
+//   - the maximum so far, whose weight is exactly 1, where the row does not trust it;
+//   - where it does (kSpeculative), a maximum that was, until the sum of a tile's weights shows, after the fact, that they have outgrown
+//     it: weights must not overflow, and what is above 1 must not be most of l, because P rounds it and l does not.
+// A row trusts its reference after a tile that it saw whole, until that was repaired kRepairs times, or weights overflowed. All of this
 // is decided by the row's own scores; the warp votes only on whether code is to run at all.
 #pragma once
 
 constexpr bool kFolded = !kSoftcap && !kBias;
-constexpr float kMostWeight = 0x1p8f;
 constexpr float kMostSum = 0x1p15f;  // of a lane's weights in a tile: so that each is a float16
-constexpr float kMostOfSum = 4;      // times a lane's part of l, which is about l
+constexpr float kMostOfSum = 2;      // times l: as much may the weights of a tile add
 constexpr float kLost = 0x1p100f;    // such a sum is as good as infinite: the factor that makes up for it would not be a normal number
 constexpr float kFar = 1024;         // of references in log2 units: beyond it, the rounding of c m would show in P
 constexpr float kLargest = 3.4028234664e38f;
@@ -38,7 +36,6 @@ __device__ __forceinline__ float max_over_quad(float x) {
   for (i32 step = 1; step < 4; step *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, step));
   return x;
 }
-__device__ __forceinline__ bool any_of_quad(u32 ballot, i32 lane) { return (ballot >> (lane & ~3) & 15) != 0; }
 
 __device__ __forceinline__ constexpr i32 row_of_s(i32 i) { return i / 2 % 2; }  // which of a lane's two rows register i holds
 __device__ __forceinline__ constexpr i32 row_of_p(i32 i) { return i % 2; }
@@ -81,17 +78,15 @@ __device__ __forceinline__ void finish_scores(float (&s)[n], const Scores& score
   }
 }
 
-// The most that weights may be in a row whose sum is `l` so far, over this lane's keys
-__device__ __forceinline__ float most_weight(float l, float most) { return fmaxf(1.0f, fminf(kMostOfSum * l, most)); }
-
 // The two rows of a lane. Sums are over the lane's own keys.
 struct Rows {
   float l[2] = {};
   float m[2] = {-kInfinity, -kInfinity};  // the reference in the unit of s; -inf: no key was visible yet
   i32 repairs_left[2] = {kRepairs, kRepairs};
-  bool speculates = false, all_near = true;  // all rows of the warp
+  float checked_from[2] = {kInfinity, kInfinity};  // 1 where a row trusts its reference: a sum up to 1 is always right
+  bool speculates = false, all_near = true;        // all rows of the warp
 
-  __device__ __forceinline__ bool trusts(i32 row) const { return kSpeculative && repairs_left[row] > 0 && m[row] != -kInfinity; }
+  __device__ __forceinline__ bool trusts(i32 row) const { return kSpeculative && checked_from[row] != kInfinity; }
 
   // As long as c m is small, it is subtracted by the FFMA that multiplies by c; else m is, before.
   __device__ __forceinline__ bool is_near(i32 row, float c) const { return fabsf(m[row] * c) < kFar; }
@@ -106,33 +101,55 @@ struct Rows {
     if (!is_near(row, c)) repairs_left[row] = 0;
     return first ? 1 : exp2_of(fmaf(old_shift - shift(row, c), c, old_offset - offset(row, c)));
   }
-  __device__ __forceinline__ void take_votes(float c) {
-    all_near = !__any_sync(0xffffffff, shift(0, c) != 0 || shift(1, c) != 0);
+  __device__ __forceinline__ void vote_on_near(float c) { all_near = !__any_sync(0xffffffff, shift(0, c) != 0 || shift(1, c) != 0); }
+  __device__ __forceinline__ void decide_on_trust() {
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) checked_from[r] = repairs_left[r] > 0 && m[r] != -kInfinity ? 1 : kInfinity;
     speculates = kSpeculative && !__any_sync(0xffffffff, !trusts(0) || !trusts(1));
+  }
+
+  // The references of rows that have none yet: the maximum of their first tile
+  __device__ __forceinline__ void begin(float (&s)[kSRegisters], float c, float (&offset_of)[2]) {
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) m[r] = row_max(s, r, -kInfinity);
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r)
+      if (!is_near(r, c)) repairs_left[r] = 0;
+    vote_on_near(c);
+    if (!all_near) subtract_shift(s, c);
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) offset_of[r] = offset(r, c);
   }
 
   // Brings the rows that do not trust their references up to the maximum of the tile, and c (s - m) to c s - `offset`. Returns whether O
   // must be multiplied by `factor`.
-  __device__ __forceinline__ bool raise(float (&s)[kSRegisters], float c, i32 lane, float (&offset_of)[2], float (&factor)[2]) {
-    float tile_max[2];
-    u32 rises[2];  // a bit a lane
+  __device__ __forceinline__ bool raise(float (&s)[kSRegisters], float c, float (&offset_of)[2], float (&factor)[2]) {
+    float to[2];
+    bool rises[2], leaves = false;  // whether a reference is no longer near
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
-      tile_max[r] = row_max(s, r, -kInfinity);
-      const float largest = exp2_of((tile_max[r] - m[r]) * c);
-      rises[r] = __ballot_sync(0xffffffff, !trusts(r) && largest > most_weight(l[r], kMostWeight));
-      factor[r] = 1;
+      const float tile_max = row_max(s, r, -kInfinity);
+      rises[r] = !trusts(r) & (tile_max > m[r]);
+      to[r] = rises[r] ? tile_max : m[r];
+      leaves |= rises[r] & !(fabsf(tile_max * c) < kFar);
     }
-    const bool raised = (rises[0] | rises[1]) != 0;
-    if (raised) {
+    const bool raised = __any_sync(0xffffffff, rises[0] | rises[1]);
+    if (all_near && !__any_sync(0xffffffff, leaves)) {
 #pragma unroll
-      for (i32 r = 0; r < 2; ++r)
-        if (any_of_quad(rises[r], lane)) {
-          factor[r] = move(r, tile_max[r], c);
-          l[r] *= factor[r];
-        }
-      take_votes(c);
+      for (i32 r = 0; r < 2; ++r) {
+        offset_of[r] = to[r] == -kInfinity ? 0 : to[r] * c;
+        factor[r] = rises[r] & (m[r] != -kInfinity) ? exp2_of(__fmul_rn(m[r], c) - offset_of[r]) : 1;
+        m[r] = to[r];
+        l[r] *= factor[r];
+      }
+      return raised;
     }
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) {
+      factor[r] = rises[r] ? move(r, to[r], c) : 1;
+      l[r] *= factor[r];
+    }
+    vote_on_near(c);
     if (!all_near) subtract_shift(s, c);
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) offset_of[r] = offset(r, c);
@@ -160,28 +177,34 @@ struct Rows {
     for (i32 r = 0; r < 2; ++r) l[r] += sum[r];
   }
 
-  // Whether a tile's weights, which `weigh` summed up, have outgrown the reference of a row of which this lane holds keys
-  __device__ __forceinline__ bool outgrows(i32 row, const float (&sum)[2]) const {
-    return (speculates || trusts(row)) && !(sum[row] <= most_weight(l[row], kMostSum));
+  // Whether weights of a tile that sum to `sum` have outgrown the reference of a row with `l` so far. What outgrows it over all keys does
+  // so over those of a lane.
+  __device__ __forceinline__ bool outgrows(i32 row, float sum, float l) const {
+    return sum > fmaxf(checked_from[row], fminf(kMostOfSum * l, kMostSum));
   }
-  __device__ __forceinline__ bool is_outgrown(const float (&sum)[2]) const {
-    return __any_sync(0xffffffff, outgrows(0, sum) || outgrows(1, sum));
+  __device__ __forceinline__ bool may_be_outgrown(const float (&sum)[2]) const {
+    return __any_sync(0xffffffff, outgrows(0, sum[0], l[0]) | outgrows(1, sum[1], l[1]));
   }
 
-  // Makes the largest weight the reference of such rows, and multiplies everything that was measured from the old one, O included. Where
+  // Makes the largest weight the reference of rows that outgrew theirs, and multiplies everything that was measured from the old one, O included. Where
   // weights overflowed the scores are lost; `scores_again(part, key)` gives those of the keys from `key` on once more.
   template <class ScoresAgain>
   __device__ __forceinline__ void repair(float (&s)[kSRegisters], float (&sum)[2], u32 (&p)[kPRegisters], float (&o)[kORegisters], float c,
-                                         i32 lane, const ScoresAgain& scores_again) {
-    bool lost[2];
+                                         const ScoresAgain& scores_again) {
+    bool outgrown[2], lost[2];
     float factor[2];
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
-      const bool outgrown = any_of_quad(__ballot_sync(0xffffffff, outgrows(r, sum)), lane);
-      lost[r] = any_of_quad(__ballot_sync(0xffffffff, !(sum[r] < kLost)), lane) && outgrown;
+      const float of_row = sum_over_quad(sum[r]);
+      outgrown[r] = outgrows(r, of_row, sum_over_quad(l[r]));
+      lost[r] = outgrown[r] && of_row >= kLost;
+    }
+    if (!__any_sync(0xffffffff, outgrown[0] || outgrown[1])) return;
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) {
       factor[r] = 1;
       const float largest = row_max(s, r, 0);
-      if (outgrown && !lost[r]) {
+      if (outgrown[r] && !lost[r]) {
         --repairs_left[r];
         factor[r] = move(r, m[r] + log2_of(largest) / c, c);
         sum[r] *= factor[r];
@@ -220,7 +243,8 @@ struct Rows {
           if (lost[row_of_p(i)]) p[key / 4 + i] = pack2(part[2 * i], part[2 * i + 1], Element{});
       }
     }
-    take_votes(c);
+    vote_on_near(c);
+    decide_on_trust();
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) l[r] *= factor[r];
     rescale(o, factor);

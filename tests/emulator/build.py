@@ -15,7 +15,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -165,17 +165,19 @@ def build(
     texts: Mapping[str, str] | None = None,
     kernel: str | None = None,
     optimized: bool = True,
+    entries: Sequence[str] = (),
 ) -> Kernel:
     """Compile the kernel file `file`.cu, unless the cache has it.
 
     `variant` is the text of variant.cuh, and `texts` all other files by name, by default those of kernels_cu. The
-    kernel has the name of the file, or is `kernel`, where the file itself says EMULATED_KERNEL for each of its own. One
-    that runs for a moment need not be `optimized`.
+    kernel has the name of the file, or is `kernel` of the `entries` of the file, or where the file itself says
+    EMULATED_KERNEL for each of its own. One that runs for a moment need not be `optimized`.
     """
     texts = kernel_texts() if texts is None else texts
     source = f"{file}.cu"
     files = included(source, {**texts, "variant.cuh": variant})
-    entry = "" if ENTRY in texts[source] else f"{ENTRY}({file});\n"
+    names = () if ENTRY in texts[source] else entries or (file,)
+    entry = "".join(f"{ENTRY}({name});\n" for name in names)
     files["main.cpp"] = f'#include "{source}"\n#include "cuda.h"\n{entry}'
     core = core_path()
     flags = (*KERNEL_FLAGS, *(OPTIMIZED if optimized else NOT_OPTIMIZED))

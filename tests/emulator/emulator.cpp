@@ -33,6 +33,7 @@ extern "C" const char* emulator_launch(const emulator::Kernel* kernel, const voi
   machine.statistics = {};
   machine.report.clear();
   machine.work.clear();
+  machine.value_waits.clear();
   machine.issuer = nullptr;
   machine.may_change_nothing = false;
   running = nullptr;

@@ -35,6 +35,13 @@ struct Kernel {
 [[gnu::const]] dim3 block_dim();
 [[gnu::const]] dim3 grid_dim();
 
+struct Words2 {
+  u32 x[2];
+};
+struct Words4 {
+  u32 x[4];
+};
+
 // Barriers and warps (collectives.h)
 u32 barrier(i32 id, u32 threads, bool wait, bool predicate, Site site);  // `threads` 0: all that are left; returns how many said true
 void sync_warp(u32 mask, Site site);
@@ -66,21 +73,31 @@ struct Coordinates {
 void tma_load(u32 shared, const void* map, u32 rank, u32 mbarrier, Coordinates at);
 
 // wgmma (wgmma.h). `a` null: A is in shared memory. What escapes by address is watched: a thread may not use it too early.
-void wgmma(float* d, const u32* a, u64 a_descriptor, u64 b_descriptor, u32 n, bool accumulate, bool transposed, bool is_bf16, Site site);
+struct Product {
+  u64 a, b;  // descriptors; a is 0 where A is in registers
+  u32 n;
+  bool from_registers, accumulate, a_transposed, transposed, is_bf16;  // transposed: B has its columns, n, contiguous; A its rows
+};
+void wgmma(float* d, const u32* a, Product product, Site site);
 void wgmma_fence();
 void wgmma_commit_group(Site site);
 void wgmma_wait_group(u32 pending, Site site);
+
+// Bulk copies, stmatrix, and counters in device memory (bulk.h)
+void bulk_load(u32 shared, const void* global, u32 bytes, u32 mbarrier);
+void bulk_write(void* global, u32 shared, u32 bytes, bool adds);
+void bulk_commit_group();
+void bulk_wait_group(u32 pending, bool read);
+void store_matrices(u32 address, Words4 words, Site site);
+i32 ld_acquire(const i32* global);
+void ld_acquire_until(const i32* global, i32 value, Site site);
+void red_release_add(i32* global, i32 x);
+void fence_proxy_async_global();
 
 // Device memory (memory.h)
 u32 atomic_inc(u32* address, u32 limit);
 
 // ldmatrix and mma.sync (matrices.h). By value: what escapes by address is watched like memory, access by access.
-struct Words2 {
-  u32 x[2];
-};
-struct Words4 {
-  u32 x[4];
-};
 struct Floats4 {
   float x[4];
 };

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -82,10 +83,17 @@ def attention(
     return arrays["out"].values, arrays["lse"].values if want_lse else None
 
 
-def encode_maps(kernel: Kernel, problem: Problem, config: WgmmaConfig, addresses: Sequence[int]) -> list[bytes]:
-    """The tensor maps of q, k and v, by the emulator's twin of the driver's function."""
+@contextlib.contextmanager
+def emulated_maps(kernel: Kernel) -> Iterator[None]:
+    """Tensor maps are made by the emulator's twin of the driver's function."""
     with mock.patch("ctypes.CDLL", return_value=kernel.core):
         encoder = tensor_maps._encoder.__wrapped__()
     with mock.patch.object(tensor_maps, "_encoder", return_value=encoder):
+        yield
+
+
+def encode_maps(kernel: Kernel, problem: Problem, config: WgmmaConfig, addresses: Sequence[int]) -> list[bytes]:
+    """The tensor maps of q, k and v."""
+    with emulated_maps(kernel):
         layouts = wgmma_maps(problem, config)
         return [tensor_maps.encode(layout, address) for layout, address in zip(layouts, addresses[:3], strict=True)]

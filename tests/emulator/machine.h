@@ -88,8 +88,16 @@ struct Copy {  // one cp.async
   const void* caller;
 };
 
+struct BulkCopy {  // from shared to device memory
+  u32 group;
+  u32 offset, bytes;
+  bool done;
+  const void* caller;
+};
+
 struct Register {  // 4 bytes of a thread that wgmma works on
   u32 group = 0;                   // of the last wgmma that uses them, which was
+  bool is_read_only = false;       // of A, which a thread may read meanwhile
   const void* issued = nullptr;    // here
   const void* touched = nullptr;   // where the thread used them last, if it did so after its last wgmma.fence
 };
@@ -138,6 +146,8 @@ struct Thread : View {
   Count now = 0;
   std::vector<Copy> copies;
   u32 copy_group = 0;  // the group that is open
+  std::deque<BulkCopy> bulk_copies;  // a deque, so that work under way can tell one that it is done
+  u32 bulk_group = 0, bulk_read = 0;  // the group that is open, and how many it knows to have read shared memory
   u32 votes = 0;       // of the barrier that it passed last
   std::vector<Count> proxy_fences;   // when it executed fence.proxy.async
   const u8* registers_base = nullptr;
@@ -156,17 +166,12 @@ struct Meeting {
   void* operands[kWarp];
 };
 
-// What all threads of a warpgroup must agree about in a wgmma
-struct Product {
-  u64 a, b;  // descriptors; a is 0 where A is in registers
-  u32 n;
-  bool from_registers, accumulate, transposed, is_bf16;  // transposed: B has its columns, n, contiguous
-
-  bool operator==(const Product& other) const {
-    return a == other.a && b == other.b && n == other.n && from_registers == other.from_registers && accumulate == other.accumulate &&
-           transposed == other.transposed && is_bf16 == other.is_bf16;
-  }
-};
+// All threads of a warpgroup must agree about a wgmma.
+inline bool operator==(const Product& one, const Product& other) {
+  return one.a == other.a && one.b == other.b && one.n == other.n && one.from_registers == other.from_registers &&
+         one.accumulate == other.accumulate && one.a_transposed == other.a_transposed && one.transposed == other.transposed &&
+         one.is_bf16 == other.is_bf16;
+}
 
 // One wgmma of a warp, 16 rows of it, or a commit_group. Its lanes need not come to it together.
 struct Wgmma {
@@ -254,6 +259,7 @@ struct Block {
   std::unordered_map<u32, std::vector<Touch>> repeated;  // by cell: who has written what was there already
   std::deque<MemoryBarrier> mbarriers;
   std::vector<i32> mbarrier_at;     // by 8 bytes: its number, or -1
+  std::vector<BulkCopy*> bulk_reads;   // under way, as far as their threads know
   std::vector<WgmmaRead> wgmma_reads;  // by warp and line; empty until there are any
   std::vector<std::vector<Product>> products;  // by warpgroup: all that its first warp to come to them issued
   u32 loads = 0;                    // of TMA that are under way
@@ -272,6 +278,12 @@ struct Work {
   std::function<void()> done;
 };
 
+struct ValueWait {  // until a word of device memory has a value
+  const i32* global;
+  i32 value;
+  Thread* thread;
+};
+
 struct Machine {
   Options options;
   const Kernel* kernel;
@@ -279,6 +291,7 @@ struct Machine {
   std::vector<Region> regions;
   std::vector<std::vector<bool>> region_written;
   std::vector<std::unique_ptr<Block>> blocks;
+  std::vector<ValueWait> value_waits;
   std::vector<Work> work;  // issued and not done, oldest first
   Thread* issuer;          // of the work that is being done
   bool may_change_nothing; // the access that is being checked

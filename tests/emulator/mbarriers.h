@@ -1,6 +1,7 @@
 // mbarriers, work that is done beside the threads, fence.proxy.async, and the pool of registers.
 #pragma once
 #include "collectives.h"
+#include "copies.h"
 
 namespace emulator {
 
@@ -149,6 +150,39 @@ inline void complete_bytes(Block& block, MemoryBarrier& own, u32 bytes, u32 phas
     fail(name_of(own) + format(" is in phase %u when bytes arrive that belong to phase %u: too few were announced, at ", own.phase, phase) + place(caller));
   change_bytes(own, -static_cast<i64>(bytes), caller);
   end_phase_if_complete(block, own);
+}
+
+// ---- loads by TMA ----
+// To be done at any time from now on, by `write`, which then reports its bytes. Until then nobody may touch their place.
+template <class Write>
+inline void begin_load(u32 shared, u32 bytes, u32 alignment, u32 mbarrier, const void* caller, Write write) {
+  Thread& self = *running;
+  Block& block = *self.block;
+  const char* const how = "asks TMA to write";
+  const u32 offset = check_bounds(shared_pointer(shared, alignment, "TMA", caller), bytes, how, caller);
+  MemoryBarrier& own = mbarrier_at(mbarrier, caller);
+  const u32 phase = own.phase;
+  if (machine.options.watched) {
+    check_wgmma_reads(block, self, offset, bytes, how, caller);
+    check_bulk_reads(block, offset, bytes, how, caller);
+    const Touch touch = {block.first_count + phase + 1, static_cast<u16>(own.clock), kWholeCell, Holds::data, caller};
+    for_cells(offset, bytes, [&](u32 cell, u32 mask) {
+      check_written(block, self, cell, mask, true, how, caller);
+      check_read(block, self, cell, mask, how, caller);
+      block.written[cell] = touch;
+      if (!block.repeated.empty()) block.repeated.erase(cell);
+      block.initialised[cell] = kWholeCell;
+    });
+  }
+  ++machine.statistics.loads;
+  ++block.loads;
+  memset(block.shared + offset, kPoison, bytes);
+  post([&block, &own, write, bytes, phase, caller] {
+    write(block);
+    --block.loads;
+    complete_bytes(block, own, bytes, phase, caller);
+  });
+  maybe_give_way();
 }
 
 // ---- setmaxnreg ----

@@ -83,6 +83,13 @@ inline void check_wgmma_reads(const Block& block, const View& self, u32 offset, 
     }
 }
 
+// Nor may a bulk copy.
+inline void check_bulk_reads(const Block& block, u32 offset, u32 bytes, const char* how, const void* caller) {
+  for (const BulkCopy* copy : block.bulk_reads)
+    if (offset < copy->offset + copy->bytes && copy->offset < offset + bytes)
+      fail(format("%s shared memory at offset %u at ", how, offset) + place(caller) + ", which a bulk copy reads that may still be under way, issued at " + place(copy->caller));
+}
+
 inline void check_cell(Block& block, Thread& self, u32 cell, u32 bytes, bool write, const void* caller) {
   const char* const how = write ? "writes" : "reads";
   check_written(block, self, cell, bytes, write, how, caller);
@@ -121,6 +128,7 @@ inline void check_shared(const u8* address, u32 bytes, bool write, const void* c
   if (!machine.options.watched) return;
   const auto check = [&] {
     if (write) check_wgmma_reads(block, self, offset, bytes, how, caller);
+    if (write) check_bulk_reads(block, offset, bytes, how, caller);
     for_cells(offset, bytes, [&](u32 cell, u32 mask) { check_cell(block, self, cell, mask, write, caller); });
   };
   if (!write || bytes > sizeof self.doubt.before) return check();
@@ -186,7 +194,7 @@ inline void check_registers(Thread& self, const u8* address, u32 bytes, bool wri
   const i64 offset = address - self.registers_base;
   for (i64 i = std::max<i64>(offset, 0) / 4; i <= (offset + bytes - 1) / 4 && i < static_cast<i64>(self.registers.size()); ++i) {
     Register& own = self.registers[static_cast<size_t>(i)];
-    if (own.group > self.wgmma_waited)
+    if (own.group > self.wgmma_waited && (write || !own.is_read_only))
       fail(std::string(write ? "writes" : "reads") + " a register of a wgmma that it has not waited for, at " + place(caller) + ", issued at " + place(own.issued));
     own.touched = caller;
   }

@@ -71,7 +71,7 @@ MUTANTS = [
         "no-barrier-after-reading-k", KERNEL, "    __syncthreads();  // every warp is done with K\n", "", ("plain",)
     ),
     Mutant(
-        "no-barrier-after-loading-v", KERNEL, "    __syncthreads();\n    multiply_p_v", "    multiply_p_v", ("plain",)
+        "no-barrier-after-loading-v", KERNEL, "    __syncthreads();\n    multiply_add", "    multiply_add", ("plain",)
     ),
     Mutant(
         "no-barrier-after-reading-v", KERNEL, "    __syncthreads();  // every warp is done with V\n", "", ("plain",)
@@ -110,9 +110,7 @@ MUTANTS = [
         "last-tile-left-out", MASK, "(see.end_key(last_row) + kBc - 1) / kBc", "see.end_key(last_row) / kBc", ("plain",)
     ),
     Mutant("last-tile-taken-for-whole", MASK, "see.end_key(first_row) / kBc", "tiles.end", ("causal",)),
-    Mutant(
-        "first-tile-taken-for-whole", MASK, "tiles.whole_first = ", "tiles.whole_first = tiles.first; // ", ("window",)
-    ),
+    Mutant("first-tile-taken-for-whole", MASK, "(see.first_key(last_row) + kBc - 1) / kBc", "tiles.first", ("window",)),
     # ---- tiles ----
     Mutant("rows-beyond-the-end-loaded", TILE, "row < rows_live && column", "column", ("plain",)),
     Mutant("columns-beyond-the-end-loaded", TILE, " && column < columns_live) from", ") from", ("plain",)),

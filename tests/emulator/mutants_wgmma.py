@@ -22,7 +22,7 @@ PROBLEMS = {
     "rising": (Case("wgmma-rising", **SMALL, values="falling"), USUAL),
     "rising-by-care": (Case("wgmma-rising-by-care", **SMALL, values="falling"), replace(USUAL, speculative=False)),
     "soaring": (Case("wgmma-soaring", **SIZED, values="steep-ramp", options={"scale": -0.125}), USUAL),
-    "wild": (Case("wgmma-wild", **SMALL, values="hot", options={"scale": 3.0}), USUAL),
+    "wild": (Case("wgmma-wild", **SMALL | {"n": (80, 192)}, values="hot", options={"scale": 3.0}), USUAL),
     "hot": (Case("wgmma-hot", **SMALL, values="exact-hot", options={"scale": 2.0**20}), USUAL),
     "lengths": (
         Case("wgmma-lengths", **SIZED | {"heads": (2, 1), "batch": (2,)}, kv_lengths=(90, 45), q_lengths=(150, 90)),
@@ -34,13 +34,15 @@ PROBLEMS = {
 
 KERNEL, TILE, SOFTMAX = "forward_wgmma.cu", "wgmma_tile.cuh", "wgmma_softmax.cuh"
 SHARED, STORE = "wgmma_shared.cuh", "wgmma_store.cuh"
+PANELS, RING = "wgmma_panels.cuh", "wgmma_ring.cuh"
 WAIT_FOR_S = "    wgmma_wait_group<kPending ? 1 : 0>();\n    pin(s);\n"
 WAIT_FOR_O = "      wgmma_wait_group<0>();\n      pin(o);\n"
 RELEASE_K = "    if constexpr (!kMayRepair) release_k();\n"
 RELEASE_V = (
     "    if constexpr (kPending) {\n      arrive(shared.empty_v(v_ring.slot));\n"  # where that no longer stands before
 )
-REPAIR = "      if (rows.is_outgrown(sum))\n"
+TELL_ROWS = "      *shared.row_work(q_ring.slot, w) = work;\n"
+REPAIR = "      if (rows.may_be_outgrown(sum))\n"
 MUTANTS = [
     # ---- tiles that are released too early, or read too early ----
     Mutant("k-released-before-its-product", KERNEL, WAIT_FOR_S + RELEASE_K, RELEASE_K + WAIT_FOR_S, ("plain",)),
@@ -57,8 +59,8 @@ MUTANTS = [
     Mutant(
         "q-released-before-its-last-use",
         KERNEL,
-        "lane == 0 && j == tiles.first",
-        "lane == 0 && j == tiles.first + 1",
+        "lane == 0 && j == work.tiles.first",
+        "lane == 0 && j == work.tiles.first + 1",
         ("plain",),
     ),
     Mutant(
@@ -78,13 +80,13 @@ MUTANTS = [
     Mutant(
         "k-loaded-over-the-last",
         KERNEL,
-        "      mbarrier_wait(shared.empty_k(k_ring.slot), k_ring.parity);\n",
+        "    mbarrier_wait(shared.empty_k(k_ring.slot), k_ring.parity);\n",
         "",
         ("plain",),
     ),
     # ---- barriers: phases, counts, bytes ----
-    Mutant("consumer-starts-a-phase-ahead", SHARED, "u32 parity = 0;", "u32 parity = 1;", ("plain",)),
-    Mutant("producer-starts-a-phase-behind", SHARED, "kEmptyAtFirst = 1", "kEmptyAtFirst = 0", ("plain",)),
+    Mutant("consumer-starts-a-phase-ahead", RING, "u32 parity = 0;", "u32 parity = 1;", ("plain",)),
+    Mutant("producer-starts-a-phase-behind", RING, "kEmptyAtFirst = 1", "kEmptyAtFirst = 0", ("plain",)),
     Mutant("too-few-bytes-announced", KERNEL, "(full, Tile::kBytes)", "(full, Tile::kBytes / 2)", ("panels",)),
     Mutant(
         "an-arrival-is-not-waited-for",
@@ -116,14 +118,14 @@ MUTANTS = [
     Mutant(
         "counter-left-behind",
         KERNEL,
-        "atomicInc(a.next_tile, a.tiles - 1)",
-        "atomicInc(a.next_tile, a.tiles)",
+        "atomicInc(a.next_tile, tiles_of_rows - 1)",
+        "atomicInc(a.next_tile, tiles_of_rows)",
         ("plain",),
     ),
     Mutant(
         "rows-told-after-their-q",
-        *(KERNEL, "        to[2] = tile.batch;\n", "", ("plain",)),
-        also=(("kReadOnce);\n      }\n", "kReadOnce);\n        to[2] = tile.batch;\n      }\n"),),
+        *(KERNEL, TELL_ROWS, "", ("plain",)),
+        also=(("kReadOnce);\n    }\n", "kReadOnce);\n" + TELL_ROWS + "    }\n"),),
     ),
     # ---- wgmma ----
     Mutant("no-fence-before-s", KERNEL, "    begin_turn();\n    wgmma_fence();\n", "    begin_turn();\n", ("plain",)),
@@ -131,17 +133,16 @@ MUTANTS = [
     Mutant("s-not-waited-for", KERNEL, WAIT_FOR_S, "", ("plain",)),
     Mutant("o-not-waited-for", KERNEL, WAIT_FOR_O, "", ("plain",)),
     Mutant("p-replaced-in-flight", KERNEL, WAIT_FOR_O, "      pack_p(p, s);\n" + WAIT_FOR_O, ("plain",)),
-    Mutant("stride-halved", TILE, "in_units(kAtomBytes)) << 32", "in_units(kAtomBytes / 2)) << 32", ("plain",)),
+    Mutant("stride-halved", PANELS, "in_units(kAtomBytes)) << 32", "in_units(kAtomBytes / 2)) << 32", ("plain",)),
     Mutant(
         "panels-of-v-too-near",
-        TILE,
+        PANELS,
         "descriptor(address, panel_bytes)",
         "descriptor(address, panel_bytes / 2)",
         ("panels",),
     ),
-    Mutant("column-step-halved", TILE, "kStep * static_cast<i32>(sizeof(Element))", "kStep", ("plain",)),
-    Mutant("swizzle-of-64-bytes", TILE, "1ULL << 62", "2ULL << 62", ("plain",)),
-    Mutant("swizzle-mixed-up-by-hand", TILE, "^ row % kSwizzleRows", "^ row % 4", ("wild",)),
+    Mutant("column-step-halved", PANELS, "kStep * static_cast<i32>(sizeof(Element))", "kStep", ("plain",)),
+    Mutant("swizzle-of-64-bytes", PANELS, "1ULL << 62", "2ULL << 62", ("plain",)),
     Mutant("written-without-a-proxy-fence", KERNEL, "    fence_proxy_async();\n", "", ("negative",), times=2),
     Mutant(
         "written-without-meeting",
@@ -158,8 +159,8 @@ MUTANTS = [
     Mutant(
         "warpgroup-passes-over-too-much",
         KERNEL,
-        "passed_over = of_block.end - tiles.end",
-        "passed_over = of_block.end - tiles.end + 1",
+        "passed_over = of_block.end - work.tiles.end",
+        "passed_over = of_block.end - work.tiles.end + 1",
         ("causal",),
     ),
     Mutant(
@@ -169,10 +170,12 @@ MUTANTS = [
         "if (false) clear_v_beyond",
         ("lengths",),
     ),
-    Mutant("head-of-the-group", KERNEL, "tile.head / p.group", "tile.head % p.group", ("plain",)),
+    Mutant("head-of-the-group", KERNEL, "= next.head / p.group;", "= next.head % p.group;", ("plain",)),
     # ---- softmax and what is stored ----
-    Mutant("l-not-rescaled", SOFTMAX, "          l[r] *= factor[r];\n", "", ("rising-by-care",)),
-    Mutant("never-repaired", KERNEL, "if (rows.is_outgrown(sum))", "if (false)", ("rising",)),
+    Mutant(
+        "l-not-rescaled", SOFTMAX, "m[r] = to[r];\n        l[r] *= factor[r];\n", "m[r] = to[r];\n", ("rising-by-care",)
+    ),
+    Mutant("never-repaired", KERNEL, "if (rows.may_be_outgrown(sum))", "if (false)", ("rising",)),
     Mutant(
         "lost-scores-not-recomputed",
         SOFTMAX,
@@ -183,5 +186,7 @@ MUTANTS = [
     Mutant("coarse-reference", SOFTMAX, "fabsf(m[row] * c) < kFar", "fabsf(m[row] * c) < 1e30f", ("hot",)),
     Mutant("l-of-one-lane", STORE, "sum_over_quad(rows.l[r])", "rows.l[r]", ("plain",)),
     Mutant("lse-of-base-2", SOFTMAX, " * static_cast<Lse>(kLn2) + log_of", " + log_of", ("plain",)),
-    Mutant("rows-beyond-the-end-written", STORE, "row0 + 8 * r < p.n_q && column", "column", ("plain",)),
+    Mutant("rows-beyond-the-end-written", STORE, "row < live_rows && (panel", "(panel", ("plain",)),
+    Mutant("stage-overwritten-too-early", STORE, "if (panel > 0) __syncwarp();", "", ("panels",)),
+    Mutant("stage-read-too-early", STORE, "    }\n    __syncwarp();\n", "    }\n", ("plain",)),
 ]

@@ -7,6 +7,7 @@ struct half_t { u16 bits; };  // IEEE binary16
 struct bf16_t { u16 bits; };  // the upper half of an IEEE binary32
 
 #define DYNAMIC_SMEM(name) u8* const name = emulator::dynamic_shared()
+#define ALIGNED_DYNAMIC_SMEM(name, bytes) u8* const name = emulator::dynamic_shared() + -smem_address(emulator::dynamic_shared()) % (bytes)
 
 // ---- numbers ----
 __device__ __forceinline__ float ex2_approx_ftz(float x) {
@@ -31,7 +32,19 @@ __device__ __forceinline__ u32 pack2(float low, float high, bf16_t) {
   return emulator::float_to_bf16(low) | static_cast<u32>(emulator::float_to_bf16(high)) << 16;
 }
 
+__device__ __forceinline__ u32 prmt(u32 x, u32 y, u32 selector) {
+  const u64 bytes = static_cast<u64>(y) << 32 | x;
+  u32 picked = 0;
+  for (i32 i = 0; i < 4; ++i) {
+    const u32 name = selector >> 4 * i, byte = static_cast<u32>(bytes >> 8 * (name & 7)) & 0xff;
+    picked |= (name & 8 ? (byte & 0x80 ? 0xff : 0) : byte) << 8 * i;
+  }
+  return picked;
+}
+
 // ---- cp.async ----
+__device__ __forceinline__ u32 block_index() { return blockIdx.x; }
+
 __device__ __forceinline__ u32 smem_address(const void* pointer) { return emulator::shared_address(pointer); }
 
 __device__ __forceinline__ void cp_async_4(u32 smem, const void* global, u32 bytes) { emulator::copy_async(smem, global, 4, bytes); }
@@ -62,6 +75,9 @@ __device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], u32 address, emulator::
 __device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], u32 address, emulator::Site site = emulator::here()) {
   const emulator::Words4 loaded = emulator::load_matrices(4, true, address, site);
   for (i32 i = 0; i < 4; ++i) r[i] = loaded.x[i];
+}
+__device__ __forceinline__ void stmatrix_x4(u32 address, const u32* r, emulator::Site site = emulator::here()) {
+  emulator::store_matrices(address, {r[0], r[1], r[2], r[3]}, site);
 }
 
 // ---- mma.sync: d += a b ----
@@ -101,8 +117,32 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity, emulator:
 __device__ __forceinline__ void tma_load_4d(u32 smem, const TensorMap* map, u32 barrier, i32 x, i32 y, i32 z, i32 w, u64 cache_policy) {
   emulator::tma_load(smem, map, 4, barrier, {x, y, z, w, 0});
 }
+__device__ __forceinline__ void tma_prefetch_4d(const TensorMap*, i32, i32, i32, i32) {}
 __device__ __forceinline__ void prefetch_tensormap(const TensorMap* map) {}
 __device__ __forceinline__ void fence_proxy_async() { emulator::fence_proxy_async(); }
+
+__device__ __forceinline__ void bulk_load(u32 smem, const void* global, u32 bytes, u32 barrier) { emulator::bulk_load(smem, global, bytes, barrier); }
+__device__ __forceinline__ void bulk_store(void* global, u32 smem, u32 bytes) { emulator::bulk_write(global, smem, bytes, false); }
+__device__ __forceinline__ void bulk_add_f32(float* global, u32 smem, u32 bytes) { emulator::bulk_write(global, smem, bytes, true); }
+__device__ __forceinline__ void bulk_commit_group() { emulator::bulk_commit_group(); }
+template <i32 kPending> __device__ __forceinline__ void bulk_wait_group_read() { emulator::bulk_wait_group(kPending, true); }
+template <i32 kPending> __device__ __forceinline__ void bulk_wait_group() { emulator::bulk_wait_group(kPending, false); }
+__device__ __forceinline__ void fence_proxy_async_global() { emulator::fence_proxy_async_global(); }
+
+__device__ __forceinline__ u32 thread_index_again() { return threadIdx.x; }
+
+__device__ __forceinline__ i32 ld_acquire(const i32* global) { return emulator::ld_acquire(global); }
+__device__ __forceinline__ void ld_acquire_until(const i32* global, i32 value, emulator::Site site = emulator::here()) {
+  emulator::ld_acquire_until(global, value, site);
+}
+__device__ __forceinline__ i32 ld_relaxed(const i32* global) { return emulator::ld_acquire(global); }
+__device__ __forceinline__ void fence_acq_rel() {}
+__device__ __forceinline__ void red_relaxed_add(i32* global, i32 x) { emulator::red_release_add(global, x); }
+__device__ __forceinline__ void red_release_add(i32* global, i32 x) { emulator::red_release_add(global, x); }
+__device__ __forceinline__ void red_add_f32(float* global, float x) { *global += x; }
+__device__ __forceinline__ void red_add_f32x4(float* global, const float (&x)[4]) {
+  for (i32 i = 0; i < 4; ++i) global[i] += x[i];
+}
 
 __device__ __forceinline__ void bar_sync(i32 barrier, i32 threads, emulator::Site site = emulator::here()) {
   emulator::barrier(barrier, static_cast<u32>(threads), true, false, site);
@@ -124,6 +164,7 @@ template <i32 kPending> __device__ __forceinline__ void wgmma_wait_group(emulato
   emulator::wgmma_wait_group(kPending, site);
 }
 template <i32 n> __device__ __forceinline__ void pin(float (&x)[n]) {}
+template <i32 n> __device__ __forceinline__ void pin(u32 (&x)[n]) {}
 
 #ifndef __OPTIMIZE__  // a kernel's own functions are not inlined where time to compile counts; those above are, to keep their callers
 #undef __forceinline__

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <algorithm>
 #include <map>
+#include "bulk.h"
 #include "tma.h"
 #include "wgmma.h"
 
@@ -18,6 +19,7 @@ dim3 grid_dim() { return {machine.options.grid[0], machine.options.grid[1], mach
 inline void leave_kernel(Thread& self) {
   Warp& warp = *self.warp;
   Block& block = *self.block;
+  if (!self.bulk_copies.empty()) fail("leaves the kernel without waiting for its bulk copy issued at " + place(self.bulk_copies[0].caller));
   if (!self.copies.empty()) fail("leaves the kernel without waiting for its cp.async issued at " + place(self.copies[0].caller));
   for (const Meeting& meeting : warp.meetings)
     if (meeting.mask >> self.lane & 1) fail(format("leaves the kernel while lanes of its warp wait for it in %s, ", meeting.instruction) + place(meeting.site));
@@ -105,7 +107,7 @@ inline void start(Block& block, u64 linear) {
   for (Thread& thread : block.threads) {
     thread.now = block.count + 1;
     thread.see(seen);
-    thread.copy_group = 0;
+    thread.copy_group = thread.bulk_group = thread.bulk_read = 0;
     thread.proxy_fences.clear();
     thread.registers.clear();
     thread.doubt.bytes = 0;

@@ -98,37 +98,12 @@ constexpr u32 kBoxAlignment = 128;
 
 void tma_load(u32 shared, const void* encoded, u32 rank, u32 mbarrier, Coordinates at) {
   const void* const caller = __builtin_return_address(0);
-  Thread& self = *running;
-  Block& block = *self.block;
   Map map;
   memcpy(&map, encoded, sizeof map);
   if (reinterpret_cast<u64>(encoded) % 64 || map.magic != kMapMagic) fail("TMA is given what is no tensor map, at " + place(caller));
   if (map.rank != rank) fail(format("TMA is given %u coordinates for an array of %u axes, at ", rank, map.rank) + place(caller));
   const u32 bytes = map.rows() * map.row_bytes();
-  const char* const how = "asks TMA to write";
-  const u32 offset = check_bounds(shared_pointer(shared, kBoxAlignment, "TMA", caller), bytes, how, caller);
-  MemoryBarrier& own = mbarrier_at(mbarrier, caller);
-  const u32 phase = own.phase;
-  if (machine.options.watched) {
-    check_wgmma_reads(block, self, offset, bytes, how, caller);
-    const Touch touch = {block.first_count + phase + 1, static_cast<u16>(own.clock), kWholeCell, Holds::data, caller};
-    for_cells(offset, bytes, [&](u32 cell, u32 mask) {
-      check_written(block, self, cell, mask, true, how, caller);
-      check_read(block, self, cell, mask, how, caller);
-      block.written[cell] = touch;
-      if (!block.repeated.empty()) block.repeated.erase(cell);
-      block.initialised[cell] = kWholeCell;
-    });
-  }
-  ++machine.statistics.loads;
-  ++block.loads;
-  memset(block.shared + offset, kPoison, bytes);
-  post([&block, &own, map, at, shared, bytes, phase, caller] {
-    write_box(block, map, at, shared, caller);
-    --block.loads;
-    complete_bytes(block, own, bytes, phase, caller);
-  });
-  maybe_give_way();
+  begin_load(shared, bytes, kBoxAlignment, mbarrier, caller, [map, at, shared, caller](Block& block) { write_box(block, map, at, shared, caller); });
 }
 
 }  // namespace emulator

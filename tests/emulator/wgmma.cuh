@@ -5,11 +5,23 @@
 namespace emulator {
 constexpr bool is_bf16(half_t) { return false; }
 constexpr bool is_bf16(bf16_t) { return true; }
+EMULATOR_INLINE void multiply(float* d, const u32* a, u64 a_bits, u64 b, u32 n, bool accumulate, bool a_transposed, bool transposed, Site site) {
+  wgmma(d, a, {a_bits, b, n, false, accumulate, a_transposed, transposed, is_bf16(Element{})}, site);
+}
 }  // namespace emulator
 
 template <i32 n> EMULATOR_INLINE void wgmma_ss(float* d, u64 a, u64 b, bool accumulate, emulator::Site site = emulator::here()) {
-  emulator::wgmma(d, nullptr, a, b, n, accumulate, false, emulator::is_bf16(Element{}), site);
+  emulator::multiply(d, nullptr, a, b, n, accumulate, false, false, site);
+}
+template <i32 n> EMULATOR_INLINE void wgmma_ss_first(float* d, u64 a, u64 b, emulator::Site site = emulator::here()) {
+  emulator::multiply(d, nullptr, a, b, n, false, false, false, site);
 }
 template <i32 n> EMULATOR_INLINE void wgmma_rs(float* d, const u32* a, u64 b, emulator::Site site = emulator::here()) {
-  emulator::wgmma(d, a, 0, b, n, true, true, emulator::is_bf16(Element{}), site);
+  emulator::multiply(d, a, 0, b, n, true, false, true, site);
+}
+template <i32 n> EMULATOR_INLINE void wgmma_ts(float* d, u64 a, u64 b, emulator::Site site = emulator::here()) {
+  emulator::multiply(d, nullptr, a, b, n, true, true, true, site);
+}
+template <i32 n> EMULATOR_INLINE void wgmma_ts_first(float* d, u64 a, u64 b, emulator::Site site = emulator::here()) {
+  emulator::multiply(d, nullptr, a, b, n, false, true, true, site);
 }

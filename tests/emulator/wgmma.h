@@ -1,7 +1,7 @@
 // wgmma: products of a warpgroup that run beside its threads. A warp computes its 16 rows of D by itself.
 //
 // From issue to completion the operands in shared memory must stay as they are, and from issue to the wait for its group a thread may
-// not use the registers of D and A. Both are reported as they happen; the operands are read, and D is written, when the work is done.
+// not use the registers of D, nor change those of A. Both are reported as they happen; the operands are read, and D is written, when the work is done.
 #pragma once
 #include "matrices.h"
 #include "mbarriers.h"
@@ -104,7 +104,7 @@ inline void multiply(const Warp& warp, const Wgmma& own, Tile& tile) {
       }
   } else {
     const auto left_of = [&](u32 row, u32 depth) -> float& { return tile.left[row - first_row][depth]; };
-    read_operand(block, product, product.a, false, first_row, kWarpRows, left_of);
+    read_operand(block, product, product.a, product.a_transposed, first_row, kWarpRows, left_of);
   }
   const auto right_of = [&](u32 row, u32 depth) -> float& { return tile.right[depth][row]; };
   read_operand(block, product, product.b, product.transposed, 0, product.n, right_of);
@@ -159,7 +159,7 @@ inline void issue(Warp& warp, Wgmma& own) {
     fail("the warps of a warpgroup issue different wgmmas, at " + place(own.caller));
   }
   ++warp.products;
-  if (!own.product.from_registers) begin_to_read(warp, own, own.product.a, false, kWarpgroup * kWarpRows);
+  if (!own.product.from_registers) begin_to_read(warp, own, own.product.a, own.product.a_transposed, kWarpgroup * kWarpRows);
   begin_to_read(warp, own, own.product.b, own.product.transposed, own.product.n);
   warp.open.push_back(std::move(own));
 }
@@ -189,7 +189,7 @@ inline void hand_in(Wgmma&& mine) {
 }
 
 // ---- registers ----
-inline void use_registers(Thread& self, const void* first, u32 count, const void* caller) {
+inline void use_registers(Thread& self, const void* first, u32 count, bool only_reads, const void* caller) {
   const u8* const address = static_cast<const u8*>(first);
   if (self.registers.empty()) self.registers_base = address;
   if (address < self.registers_base) {
@@ -202,20 +202,23 @@ inline void use_registers(Thread& self, const void* first, u32 count, const void
     Register& own = self.registers[i];
     if (own.touched) fail("wgmma without wgmma.fence works on a register that was used at " + place(own.touched) + ", at " + place(caller));
     own.group = self.wgmma_committed + 1;
+    own.is_read_only = only_reads;
     own.issued = caller;
   }
 }
 
-void wgmma(float* d, const u32* a, u64 a_descriptor, u64 b_descriptor, u32 n, bool accumulate, bool transposed, bool is_bf16, Site site) {
+void wgmma(float* d, const u32* a, Product product, Site site) {
   const void* const caller = __builtin_return_address(0);
   Thread& self = *running;
+  const u32 n = product.n;
   if (n < 8 || n > kMostColumns || n % 8) fail(format("a wgmma cannot have %u columns, at ", n) + place(caller));
   if (self.wgmma_fences == 0) fail("wgmma without wgmma.fence, at " + place(caller));
-  use_registers(self, d, n / 2, caller);
-  if (a) use_registers(self, a, 4, caller);
-  if (!a) check_descriptor(a_descriptor, caller);
-  check_descriptor(b_descriptor, caller);
-  Wgmma mine = {{a_descriptor, b_descriptor, n, a != nullptr, accumulate, transposed, is_bf16}, false, site, caller};
+  use_registers(self, d, n / 2, false, caller);
+  if (a) use_registers(self, a, 4, true, caller);
+  product.from_registers = a != nullptr;
+  if (!a) check_descriptor(product.a, caller);
+  check_descriptor(product.b, caller);
+  Wgmma mine = {product, false, site, caller};
   mine.d[self.lane] = d;
   mine.a[self.lane] = a;
   hand_in(std::move(mine));

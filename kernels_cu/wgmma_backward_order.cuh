@@ -1,0 +1,72 @@
+// The order of the work, and with it of every sum.
+//
+// A block draws tickets, one tile of keys each. Its dQ is added to what other tiles of the same head have added to the same rows, in the
+// order of their tickets; so a block waits only for tiles with lower tickets, which others have drawn before it, and which wait in turn
+// for lower ones only. Whatever number of blocks runs, the one with the lowest ticket goes on.
+//
+// Hardly any block does wait. Tiles of keys are walked upwards through their rows with tickets falling along the keys, or downwards with
+// tickets rising. Under a causal mask blocks that walk upwards start at their diagonals, two tiles of rows apart, and end one after the
+// other, the first with the fewest rows; so those that walk down after them, of other heads, start one after the other, the first with
+// the most rows. Where all tiles of a head see the same rows, blocks stay behind each other by what they waited at the start. And since
+// blocks follow each other so closely through the rows of a head, what one has read another finds in the L2 cache.
+#pragma once
+
+constexpr bool kTurnsAround = kLeft != kRight;  // tiles of keys differ in how many rows see them
+
+struct KeyTile {
+  i32 number, kv_head, batch;
+  bool downwards;
+};
+
+__device__ __forceinline__ KeyTile key_tile(const BackwardWgmmaParams& a, i32 ticket) {
+  const i32 key_tiles = a.p.key_tiles, kv_heads = a.p.heads / a.p.group, heads = a.tiles / key_tiles;
+  const i32 section = ticket / (a.section * key_tiles), in_section = ticket - section * (a.section * key_tiles);
+  const i32 width = min(a.section, heads - section * a.section);
+  const i32 rank = in_section / width, head = section * a.section + in_section - rank * width;
+  const bool downwards = kTurnsAround && (section % 2 != 0) != kLeft;
+  return {downwards ? rank : key_tiles - 1 - rank, head % kv_heads, head / kv_heads, downwards};
+}
+
+// The tiles of rows that see a tile of keys, one after the other, for each query head that shares the keys
+struct Walk {
+  i32 left;  // steps
+  i32 row_tile;
+  i32 lowest;     // tile of rows; ~lowest if the walk goes down
+  i32 highest;    // where it is not the last of all
+  i32 in_group = 0;  // which of the query heads
+
+  __device__ __forceinline__ Walk(const BackwardWgmmaParams& a, const KeyTile& tile) {
+    const RowTiles rows = row_tiles(visibility(a.p, tile.batch, 0), tile.number * kBc, (tile.number + 1) * kBc);
+    left = max(rows.end - rows.first, 0) * a.p.group;
+    lowest = tile.downwards ? ~rows.first : rows.first;
+    highest = rows.end - 1;
+    row_tile = tile.downwards ? highest : rows.first;
+  }
+  __device__ __forceinline__ void advance(const Params& p) {
+    const bool goes_down = kTurnsAround && lowest < 0;
+    const i32 low = kLeft || kRight ? goes_down ? ~lowest : lowest : 0, high = kLeft || kQLengths ? highest : p.row_tiles - 1;
+    const bool is_over = row_tile == (goes_down ? low : high);
+    row_tile = is_over ? goes_down ? high : low : row_tile + (goes_down ? -1 : 1);
+    in_group += is_over;
+    --left;
+  }
+  __device__ __forceinline__ i32 head(const Params& p, const KeyTile& tile) const { return tile.kv_head * p.group + in_group; }
+};
+
+// The tiles of keys that add to the dQ of a tile of rows
+struct Adders {
+  i32 first, end;
+
+  __device__ __forceinline__ i32 turn(const KeyTile& tile) const { return tile.downwards ? tile.number - first : end - 1 - tile.number; }
+};
+__device__ __forceinline__ Adders adders(const Visibility& see, i32 row_tile) {
+  const i32 first_row = row_tile * kBr, last_row = min(first_row + kBr, see.query_length) - 1;
+  const bool none = see.first_key(first_row) >= see.end_key(last_row);  // though a tile may lie between
+  const KeyTiles tiles = key_tiles(see, first_row, first_row + kBr);
+  return none ? Adders{0, 0} : Adders{tiles.first, tiles.end};
+}
+
+// Where a tile of rows of a head is, of all
+__device__ __forceinline__ i64 row_tile_index(const Params& p, i32 batch, i32 head, i32 row_tile) {
+  return (static_cast<i64>(batch) * p.heads + head) * p.row_tiles + row_tile;
+}

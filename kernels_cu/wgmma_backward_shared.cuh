@@ -1,0 +1,66 @@
+// Shared memory of a block of backward_wgmma: tiles, and the barriers that pass them on. Full: what was asked for, or computed, is there.
+// Empty: every warp that reads it is done.
+#pragma once
+
+constexpr i32 kSlots = 2;  // of whatever comes anew with every tile of rows
+
+// Number n of what passes through a ring is in this slot, in a phase of this parity.
+template <i32 kOf> __device__ __forceinline__ i32 slot_of(u32 n) { return n % kOf; }
+template <i32 kOf> __device__ __forceinline__ u32 parity_of(u32 n) { return n / kOf % 2; }
+
+struct Shared {
+  u8* base;
+  u32 address;
+
+  __device__ __forceinline__ u32 k(i32 slot) const { return address + kK + slot * KTile::kBytes; }
+  __device__ __forceinline__ u32 v() const { return address + kV; }
+  __device__ __forceinline__ u32 q(i32 slot) const { return address + kQ + slot * QTile::kBytes; }
+  __device__ __forceinline__ u32 dout(i32 slot) const { return address + kDout + slot * DoutTile::kBytes; }
+  __device__ __forceinline__ u32 ds(i32 slot) const { return address + kDs + slot * DsTile::kBytes; }
+  __device__ __forceinline__ u32 dq(i32 slot) const { return address + kDq + slot * kDqPieceBytes; }
+  __device__ __forceinline__ u32 lse(i32 slot) const { return address + kLse + slot * kStatisticsBytes; }
+  __device__ __forceinline__ u32 delta(i32 slot) const { return address + kDelta + slot * kStatisticsBytes; }
+
+  // With K come its ticket, and with Q and dO the statistics of the rows.
+  __device__ __forceinline__ u32 full_k(i32 slot) const { return barrier(slot); }
+  __device__ __forceinline__ u32 empty_k(i32 slot) const { return barrier(kKStages + slot); }
+  __device__ __forceinline__ u32 full_v() const { return barrier(2 * kKStages); }
+  __device__ __forceinline__ u32 empty_v() const { return barrier(2 * kKStages + 1); }
+  __device__ __forceinline__ u32 full_q(i32 slot) const { return of_slot(0, slot); }
+  __device__ __forceinline__ u32 empty_q(i32 slot) const { return of_slot(1, slot); }
+  __device__ __forceinline__ u32 full_dout(i32 slot) const { return of_slot(2, slot); }
+  __device__ __forceinline__ u32 empty_dout(i32 slot) const { return of_slot(3, slot); }
+  __device__ __forceinline__ u32 full_ds(i32 slot) const { return of_slot(4, slot); }
+  __device__ __forceinline__ u32 empty_ds(i32 slot) const { return of_slot(5, slot); }
+  __device__ __forceinline__ u32 full_dq(i32 slot) const { return barrier(2 * kKStages + 2 + 6 * kSlots + slot); }
+  __device__ __forceinline__ u32 empty_dq(i32 slot) const { return barrier(2 * kKStages + 2 + 6 * kSlots + kDqStages + slot); }
+  __device__ __forceinline__ i32& ticket(i32 slot) const { return reinterpret_cast<i32*>(base + kTickets)[slot]; }
+  // Of float16 only: the unit of dS (wgmma_backward_units.cuh) for each tile of K, what to multiply results with, and where it is made
+  __device__ __forceinline__ u32 full_unit(i32 slot) const { return barrier(2 * kKStages + 2 + 6 * kSlots + 2 * kDqStages + slot); }
+  __device__ __forceinline__ float& unit(i32 slot) const { return reinterpret_cast<float*>(base + kUnits)[2 * slot]; }
+  __device__ __forceinline__ float& per_unit(i32 slot) const { return reinterpret_cast<float*>(base + kUnits)[2 * slot + 1]; }
+  __device__ __forceinline__ float* maxima() const { return reinterpret_cast<float*>(base + kUnits) + 2 * kKStages; }
+
+  // From an address to what lies there
+  template <class T> __device__ __forceinline__ T& at(u32 place) const { return *reinterpret_cast<T*>(base + (place - address)); }
+
+  static constexpr i32 kK = 0;
+  static constexpr i32 kV = kK + kKStages * KTile::kBytes;
+  static constexpr i32 kQ = kV + VTile::kBytes;
+  static constexpr i32 kDout = kQ + kSlots * QTile::kBytes;
+  static constexpr i32 kDs = kDout + kSlots * DoutTile::kBytes;
+  static constexpr i32 kDq = kDs + kSlots * DsTile::kBytes;
+  static constexpr i32 kLse = kDq + kDqStages * kDqPieceBytes;
+  static constexpr i32 kStatisticsBytes = kBr * 4;
+  static constexpr i32 kDelta = kLse + kSlots * kStatisticsBytes;
+  static constexpr i32 kBarriers = kDelta + kSlots * kStatisticsBytes;
+  static constexpr i32 kBarrierBytes = 8;
+  static constexpr i32 kTickets = kBarriers + (2 * kKStages + 2 + 6 * kSlots + 2 * kDqStages + kKStages) * kBarrierBytes;
+  static constexpr i32 kUnits = kTickets + kKStages * 4;
+  static constexpr i32 kBytes = kUnits + (2 * kKStages + 3 * 4) * 4;
+
+ private:
+  __device__ __forceinline__ u32 barrier(i32 number) const { return address + kBarriers + number * kBarrierBytes; }
+  __device__ __forceinline__ u32 of_slot(i32 kind, i32 slot) const { return barrier(2 * kKStages + 2 + kind * kSlots + slot); }
+};
+static_assert(KTile::kBytes % kAtomBytes == 0 && QTile::kBytes % kAtomBytes == 0, "tiles start where the swizzle does");

@@ -1,0 +1,126 @@
+// From S^T to P^T and from dP^T to dS^T, on the accumulators of a warpgroup (wgmma_panels.cuh): rows are keys, columns query rows.
+#pragma once
+
+constexpr bool kFolded = !kSoftcap && !kBias;
+constexpr bool kInLog2 = kFolded && !kHalf;  // where the log-sum-exp, in units of log 2, is exact enough
+
+// The derivatives of the scores of a tile by scale S, two in a word; none where they are 1
+struct Slopes {
+  u32 x[kSoftcap ? kPRegisters : 1];
+};
+
+__device__ __forceinline__ Vector<float, 2> unpack2(u32 x) {
+  return {to_real(Element{static_cast<u16>(x)}), to_real(Element{static_cast<u16>(x >> 16)})};
+}
+__device__ __forceinline__ void pack(u32 (&packed)[kPRegisters], const float (&x)[kSRegisters]) {
+#pragma unroll
+  for (i32 i = 0; i < kPRegisters; ++i) packed[i] = pack2(x[2 * i], x[2 * i + 1], Element{});
+}
+
+// P of a tile: rounded to Element, as dV takes it, and four more bits of what rounding cut off, so that dS has P as it was. There are no
+// registers for all of it. Of each eight numbers, those of the first four are the upper halves of four bytes, so that one instruction
+// takes them out, with those of the others behind them as noise.
+struct Weights {
+  u32 rounded[kPRegisters];
+  u32 cut_off[kPRegisters / 4];  // signed, since rounding goes up or down
+
+  static constexpr float kLeast = 0x1p-100f;  // what is less is noise behind a 0
+  static constexpr i32 kUnitBits = kHalf ? 5 : 8;  // what a byte counts: 2^kUnitBits of a float's bits, where Element ends 8 bits higher
+
+  __device__ __forceinline__ void round(const float (&p)[kSRegisters]) { pack(rounded, p); }
+  __device__ __forceinline__ void cut_off_of(const float (&p)[kSRegisters]) {
+#pragma unroll
+    for (i32 i = 0; i < kPRegisters / 4; ++i) {
+      const auto bits = [&](i32 e) { return __float_as_uint(p[8 * i + e]) * (1 << (8 - kUnitBits)); };
+      const auto bytes = [&](i32 e) { return prmt(prmt(bits(e), bits(e + 1), 0x0051), prmt(bits(e + 2), bits(e + 3), 0x0051), 0x5410); };
+      cut_off[i] = (bytes(0) & 0xf0f0f0f0) | (bytes(4) >> 4 & 0x0f0f0f0f);
+    }
+    pin(cut_off);  // done now, while products run
+  }
+  // The weights of registers 2i and 2i + 1
+  __device__ __forceinline__ Vector<float, 2> of_pair(i32 i) const {
+    const Vector<float, 2> near = unpack2(rounded[i]);
+    const u32 bytes = i % 4 < 2 ? cut_off[i / 4] : cut_off[i / 4] << 4;
+    Vector<float, 2> p;
+#pragma unroll
+    for (i32 e = 0; e < 2; ++e) {
+      const i32 byte = 2 * (i % 2) + e, extended = static_cast<i32>(prmt(bytes, 0, 0x8880 + 0x1111 * byte));
+      const i32 bits = __float_as_int(near.x[e]) + extended * (1 << kUnitBits);
+      p.x[e] = __int_as_float(kHalf ? max(bits, 0) : bits);  // what rounds to 0 may have had up to a half of it cut off
+    }
+    return p;
+  }
+};
+
+// Row statistics lie as accumulators hold columns: those of the four columns of a lane in two blocks side by side.
+__device__ __forceinline__ i32 place_of_statistic(i32 row) { return (row & ~15) + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2; }
+
+// LSE, in the unit of what it is subtracted from: where that is c q . k with c = scale log2(e), rounded, in that of this c
+__device__ __forceinline__ float lse_as_subtracted(const Params& p, float lse) {
+  if (!kInLog2) return lse;
+  const float c = static_cast<float>(p.scale_log2);
+  return static_cast<float>(lse * (p.scale == 0 ? kLog2E : c / p.scale));
+}
+
+// P = exp(score - LSE) of the keys key, key + 8 and the rows row + 8 b, row + 8 b + 1 of a lane, of which `lse` has the statistics
+template <bool kMasked>
+__device__ __forceinline__ void weigh(float (&s)[kSRegisters], Slopes& slopes, const float* lse, const Scores& score, const Visibility& see,
+                                      i32 key, i32 row) {
+  // The rows that see a key, from `row` on; the second key of a lane is 8 beyond the first.
+  constexpr i32 kNever = 1 << 30;
+  const i32 at = key - see.delta - row, live_rows = see.query_length - row, live_keys = see.key_length - key;
+  const i32 first[2] = {live_keys > 0 ? kRight ? at - see.right : 0 : kNever, live_keys > 8 ? kRight ? at + 8 - see.right : 0 : kNever};
+  const i32 end[2] = {kLeft ? min(live_rows, at + see.left + 1) : live_rows, kLeft ? min(live_rows, at + 8 + see.left + 1) : live_rows};
+#pragma unroll
+  for (i32 b = 0; b < kBr / kBlock; ++b) {
+    const Vector<float, 4> of_two_blocks = *reinterpret_cast<const Vector<float, 4>*>(lse + kBlock * (b - b % 2));
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) {
+      float slope[2];
+#pragma unroll
+      for (i32 e = 0; e < 2; ++e) {
+        const i32 column = kBlock * b + e;
+        const float of_row = of_two_blocks.x[2 * (b % 2) + e];
+        float& x = s[4 * b + 2 * r + e];
+        const bool hidden = kMasked && (kMask ? !see.sees(row + column, key + 8 * r) : column < first[r] || column >= end[r]);
+        float above = -kInfinity;  // the log-sum-exp
+        if (kFolded) {
+          above = hidden ? above : fmaf(x, kInLog2 ? score.scale_log2 : score.scale, -of_row);
+        } else if (!hidden) {
+          const Scores::WithSlope own = score.with_slope(x, row + column, key + 8 * r);
+          above = own.score - of_row;
+          slope[e] = own.slope;
+        } else {
+          slope[e] = 0;
+        }
+        x = kInLog2 ? exp2_of(above) : kHalf ? exp2_of(fmaf(above, static_cast<float>(kLog2E), kWeightExponent)) : exp_of(above);
+      }
+      if constexpr (kSoftcap) slopes.x[2 * b + r] = pack2(slope[0], slope[1], Element{});
+    }
+  }
+}
+
+// dS = P o (dP - delta), times the derivative of the score; in place. Of pairs that are not seen nothing is multiplied: delta may be
+// anything there.
+template <bool kMasked>
+__device__ __forceinline__ void differentiate(float (&dp)[kSRegisters], const Weights& weights, const Slopes& slopes, const float* delta,
+                                              const float& unit_of_ds) {
+  const float unit = kHalf ? unit_of_ds : 1;
+#pragma unroll
+  for (i32 b = 0; b < kBr / kBlock; ++b) {
+    const Vector<float, 4> of_two_blocks = *reinterpret_cast<const Vector<float, 4>*>(delta + kBlock * (b - b % 2));
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) {
+      const Vector<float, 2> p = weights.of_pair(2 * b + r);
+      Vector<float, 2> slope;
+      if constexpr (kSoftcap) slope = unpack2(slopes.x[2 * b + r]);
+#pragma unroll
+      for (i32 e = 0; e < 2; ++e) {
+        float& x = dp[4 * b + 2 * r + e];
+        const float of_row = of_two_blocks.x[2 * (b % 2) + e];
+        const float ds = p.x[e] * (x - of_row) * (kHalf ? unit : 1);
+        x = kMasked && p.x[e] < Weights::kLeast ? 0 : kSoftcap ? ds * slope.x[e] : ds;
+      }
+    }
+  }
+}

@@ -1,0 +1,127 @@
+// Bulk copies between shared and device memory, stmatrix, and counters in device memory by which blocks tell each other of their work.
+//
+// Whatever order these counters make in device memory, data there is not watched; but a copy to it is done no earlier than its thread
+// waits for it, unless the schedule says otherwise, so that a block that is told of it too early computes something else.
+#pragma once
+#include "mbarriers.h"
+#include "matrices.h"
+
+namespace emulator {
+
+constexpr u32 kBulkAlignment = 16;
+
+inline void check_bulk(const void* global, u32 bytes, const void* caller) {
+  if (bytes == 0 || bytes % kBulkAlignment || reinterpret_cast<u64>(global) % kBulkAlignment)
+    fail(format("a bulk copy moves whole vectors of 16 bytes, not %u bytes at %p, at ", bytes, global) + place(caller));
+}
+
+// ---- to shared memory ----
+void bulk_load(u32 shared, const void* global, u32 bytes, u32 mbarrier) {
+  const void* const caller = __builtin_return_address(0);
+  check_bulk(global, bytes, caller);
+  check_global(static_cast<const u8*>(global), bytes, false, caller);
+  begin_load(shared, bytes, kBulkAlignment, mbarrier, caller, [shared, global, bytes](Block& block) { memcpy(block.shared + (shared - kWindow), global, bytes); });
+}
+
+// ---- from shared memory ----
+void bulk_write(void* global, u32 shared, u32 bytes, bool adds) {
+  const void* const caller = __builtin_return_address(0);
+  Thread& self = *running;
+  Block& block = *self.block;
+  check_bulk(global, bytes, caller);
+  check_global(static_cast<const u8*>(global), bytes, true, caller);
+  const char* const how = "asks for a bulk copy of";
+  const u32 offset = check_bounds(shared_pointer(shared, kBulkAlignment, "a bulk copy", caller), bytes, how, caller);
+  if (machine.options.watched)
+    for_cells(offset, bytes, [&](u32 cell, u32 mask) {
+      const Touch& written = check_written(block, self, cell, mask, false, how, caller);
+      if (block.initialised[cell] != kWholeCell) fail_uninitialised(cell, how, caller);
+      check_proxy_fence(block, self, written, cell, caller);
+    });
+  self.bulk_copies.push_back({self.bulk_group, offset, bytes, false, caller});
+  BulkCopy* const own = &self.bulk_copies.back();
+  block.bulk_reads.push_back(own);
+  post([&block, own, global, adds] {
+    const u8* const from = block.shared + own->offset;
+    for (u32 i = 0; i < own->bytes; i += 4) {
+      float x, sum;
+      memcpy(&x, from + i, 4);
+      memcpy(&sum, static_cast<u8*>(global) + i, 4);
+      sum = adds ? sum + x : x;
+      memcpy(static_cast<u8*>(global) + i, &sum, 4);
+    }
+    own->done = true;
+    for (const auto& each : machine.blocks)
+      for (Warp& warp : each->warps)
+        for (Thread* thread : warp.lanes)
+          if (!strcmp(thread->wait.what, "bulk copies")) wake(*thread);
+  });
+  maybe_give_way();
+}
+
+void bulk_commit_group() { ++running->bulk_group; }
+
+// All but the last `pending` groups have read shared memory, or (unless `read`) are done. Here they do both at once.
+void bulk_wait_group(u32 pending, bool read) {
+  Thread& self = *running;
+  Block& block = *self.block;
+  const u32 group = std::max(self.bulk_group, pending) - pending;
+  const auto is_waited_for = [&](const BulkCopy& copy) { return copy.group < group; };
+  while (std::any_of(self.bulk_copies.begin(), self.bulk_copies.end(), [&](const BulkCopy& copy) { return is_waited_for(copy) && !copy.done; }))
+    wait_for("bulk copies", {read ? "wait_group.read" : "wait_group", static_cast<i32>(pending)});
+  self.wait.what = "";
+  while (!self.bulk_copies.empty() && is_waited_for(self.bulk_copies.front())) {
+    BulkCopy& copy = self.bulk_copies.front();
+    if (machine.options.watched)
+      for_cells(copy.offset, copy.bytes, [&](u32 cell, u32 mask) {
+        note(block.read[self.warp->number * block.written.size() + cell], self, mask, copy.caller);
+      });
+    block.bulk_reads.erase(std::find(block.bulk_reads.begin(), block.bulk_reads.end(), &copy));
+    self.bulk_copies.pop_front();
+  }
+}
+
+// ---- stmatrix ----
+void store_matrices(u32 address, Words4 words, Site site) {
+  struct Operand {
+    u32 address;
+    Words4 words;
+  } own = {address, words};
+  const void* const caller = __builtin_return_address(0);
+  check_shared(shared_pointer(address, kMatrixRowBytes, "stmatrix", caller), kMatrixRowBytes, true, caller);
+  meet("stmatrix", site, kWholeWarp, own, [caller](Operand* const* lanes) {
+    for (u32 matrix = 0; matrix < 4; ++matrix)
+      for (u32 lane = 0; lane < kWarp; ++lane)
+        memcpy(shared_pointer(lanes[8 * matrix + lane / 4]->address, kMatrixRowBytes, "stmatrix", caller) + 4 * (lane % 4), &lanes[lane]->words.x[matrix], 4);
+  });
+}
+
+// ---- counters ----
+void fence_proxy_async_global() {}
+
+i32 ld_acquire(const i32* global) {
+  access(global, sizeof *global, sizeof *global, false, __builtin_return_address(0));
+  maybe_give_way();
+  return *global;
+}
+void ld_acquire_until(const i32* global, i32 value, Site site) {
+  access(global, sizeof *global, sizeof *global, false, __builtin_return_address(0));
+  while (*global != value) {
+    machine.value_waits.push_back({global, value, running});
+    wait_for("device memory", site, value);
+  }
+  maybe_give_way();
+}
+void red_release_add(i32* global, i32 x) {
+  access(global, sizeof *global, sizeof *global, true, __builtin_return_address(0));
+  *global += x;
+  const auto has_its_value = [](const ValueWait& wait) {
+    if (*wait.global != wait.value) return false;
+    wake(*wait.thread);
+    return true;
+  };
+  machine.value_waits.erase(std::remove_if(machine.value_waits.begin(), machine.value_waits.end(), has_its_value), machine.value_waits.end());
+  maybe_give_way();
+}
+
+}  // namespace emulator

@@ -1,0 +1,186 @@
+"""Seeded bugs of the Hopper backward kernels, and for each the problem that must find it out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from cases import CASES, Case
+
+from cuflash.backward_config import BackwardWgmmaConfig
+from emulator.mutants import Mutant
+
+# Several tiles of rows and of keys, of which the last are not full.
+SIZED: dict[str, Any] = {"n": (150, 300), "d": (16, 16), "heads": (1, 1), "batch": (1,), "dtype": "bfloat16"}
+USUAL = BackwardWgmmaConfig(64)
+PROBLEMS = {
+    "plain": (Case("backward-wgmma-plain", **SIZED), USUAL),
+    "panels": (Case("backward-wgmma-panels", **SIZED | {"d": (80, 96), "n": (70, 200)}), USUAL),
+    "wide": (Case("backward-wgmma-wide", **SIZED | {"n": (200, 600)}), BackwardWgmmaConfig(128, k_stages=2)),
+    "groups": (Case("backward-wgmma-groups", **SIZED | {"heads": (4, 2), "batch": (2,)}), USUAL),
+    "causal": (
+        Case("backward-wgmma-causal", **SIZED | {"heads": (2, 2), "n": (300, 300)}, options={"causal": True}),
+        USUAL,
+    ),
+    "window": (
+        Case("backward-wgmma-window", **SIZED, options={"window": (40, 30), "causal": "top-left"}),
+        replace(USUAL, k_stages=2),
+    ),
+    "half": (Case("backward-wgmma-half", **SIZED | {"dtype": "float16"}, values="large-values"), USUAL),
+    "lengths": (
+        Case("backward-wgmma-lengths", **SIZED | {"batch": (2,)}, q_lengths=(150, 70), kv_lengths=(300, 190)),
+        USUAL,
+    ),
+    "softcap": (Case("backward-wgmma-softcap", **SIZED, options={"softcap": 1.5, "scale": 1.0}), USUAL),
+    "nan": (Case("backward-wgmma-nan", **SIZED, values="nan-query", options={"causal": "top-left"}), USUAL),
+    "few-terms": (next(case for case in CASES if case.id == "both-lengths-causal-float16"), USUAL),
+}
+
+KERNEL, ORDER, WEIGHTS = "backward_wgmma.cu", "wgmma_backward_order.cuh", "wgmma_backward_weights.cuh"
+TILE, SHARED, UNITS = "wgmma_backward_tile.cuh", "wgmma_backward_shared.cuh", "wgmma_backward_units.cuh"
+WAIT_FOR_DK = "    wgmma_wait_group<0>();\n    pin(dk);\n"
+WAIT_FOR_DP = "    wgmma_wait_group<1>();\n    pin(dp);\n"
+WAIT_FOR_DQ = "        wgmma_wait_group<0>();\n        pin(dq);\n"
+MUTANTS = [
+    # ---- tiles that are released, overwritten or read too early ----
+    Mutant(
+        "q-released-before-dk",
+        *(
+            KERNEL,
+            WAIT_FOR_DK + "    arrive(shared.empty_q(slot));\n",
+            "    arrive(shared.empty_q(slot));\n" + WAIT_FOR_DK,
+        ),
+        ("plain",),
+    ),
+    Mutant(
+        "v-released-before-dp",
+        *(KERNEL, WAIT_FOR_DP + "    if (kLast)", "    if (kLast)", ("wide",)),
+        also=(("(kLast) arrive(shared.empty_v());\n", "(kLast) arrive(shared.empty_v());\n" + WAIT_FOR_DP),),
+    ),
+    Mutant(
+        "ds-released-before-dq",
+        KERNEL,
+        WAIT_FOR_DQ + "        if (piece == kDqPieces - 1) mbarrier_arrive_if(shared.empty_ds(slot), lane == 0);\n",
+        "        if (piece == kDqPieces - 1) mbarrier_arrive_if(shared.empty_ds(slot), lane == 0);\n" + WAIT_FOR_DQ,
+        ("plain",),
+    ),
+    Mutant(
+        "ds-overwritten",
+        *(
+            KERNEL,
+            "    mbarrier_wait(shared.empty_ds(slot), parity_of<kSlots>(steps) ^ kEmptyAtFirst);\n",
+            "",
+            ("plain",),
+        ),
+    ),
+    Mutant(
+        "dout-read-before-it-came",
+        *(KERNEL, "    mbarrier_wait(shared.full_dout(slot), parity_of<kSlots>(steps));\n", "", ("plain",)),
+    ),
+    Mutant(
+        "piece-of-dq-overwritten",
+        *(
+            KERNEL,
+            "        mbarrier_wait(shared.empty_dq(dq_slot), parity_of<kDqStages>(pieces) ^ kEmptyAtFirst);\n",
+            "",
+            ("plain",),
+        ),
+    ),
+    Mutant(
+        "k-released-by-consumers-only",
+        *(KERNEL, "    mbarrier_arrive_if(shared.empty_k(k_slot), lane == 0);\n", "", ("groups",)),
+        also=(("kConsumerWarps + kDqWarps + 1", "kConsumerWarps + 1"),),
+    ),
+    Mutant("dp-not-waited-for", KERNEL, WAIT_FOR_DP, "", ("plain",)),
+    Mutant(
+        "ds-without-a-proxy-fence",
+        KERNEL,
+        "    fence_proxy_async();\n    __syncwarp();\n",
+        "    __syncwarp();\n",
+        ("plain",),
+    ),
+    Mutant(
+        "dq-without-a-proxy-fence",
+        *(KERNEL, "        fence_proxy_async();\n        __syncwarp();\n", "        __syncwarp();\n", ("plain",)),
+    ),
+    Mutant(
+        "too-few-bytes-announced",
+        *(KERNEL, "QTile::kBytes + Shared::kStatisticsBytes", "QTile::kBytes", ("plain",)),
+    ),
+    # ---- the order of the sums of dQ ----
+    Mutant(
+        "turn-not-waited-for",
+        *(KERNEL, "            ld_acquire_until(a.turns + index, turn);\n", "", ("plain", "causal")),
+    ),
+    Mutant(
+        "turn-ended-before-its-piece-is-added",
+        *(
+            KERNEL,
+            "        bulk_wait_group<1>();\n        finish_piece();\n",
+            "        finish_piece();\n",
+            ("plain", "wide"),
+        ),
+        also=(
+            (
+                "    bulk_wait_group<0>();\n    finish_piece();\n  }\n}",
+                "    finish_piece();\n    bulk_wait_group<0>();\n  }\n}",
+            ),
+        ),
+    ),
+    Mutant("first-turn-adds", KERNEL, "        if (turn == 0)\n", "        if (turn < 0)\n", ("plain",)),
+    Mutant("turns-reversed", ORDER, "end - 1 - tile.number", "tile.number - first", ("plain",)),
+    Mutant("turns-of-the-other-direction", ORDER, "tile.downwards ? tile.number - first : end", "end", ("causal",)),
+    Mutant(
+        "turns-not-cleared",
+        KERNEL,
+        "first_row % kBr == 0) a.turns[index] = 0",
+        "first_row == 0) a.turns[index] = 0",
+        ("plain",),
+    ),
+    # ---- which tiles, rows, keys and heads ----
+    Mutant("head-of-the-group", ORDER, "tile.kv_head * p.group + in_group", "tile.kv_head * p.group", ("groups",)),
+    Mutant(
+        "heads-of-a-section",
+        ORDER,
+        "in_section - rank * width",
+        "in_section % a.section",
+        ("groups",),
+        also=(("min(a.section, heads - section * a.section)", "a.section"),),
+    ),
+    Mutant("walks-past-the-end", ORDER, "highest = rows.end - 1", "highest = rows.end", ("causal",)),
+    Mutant("diagonal-one-off", WEIGHTS, "column < first[r]", "column <= first[r]", ("causal",)),
+    Mutant("window-one-off", WEIGHTS, "at + see.left + 1)", "at + see.left)", ("window",)),
+    Mutant(
+        "rows-beyond-the-end-weigh",
+        WEIGHTS,
+        "live_keys > 8 ? kRight ? at + 8 - see.right : 0 : kNever",
+        "kRight ? at + 8 - see.right : 0",
+        ("lengths",),
+    ),
+    Mutant("poisoned-rows-kept", KERNEL, "    if (first >= end) return;\n", "    return;\n", ("lengths",)),
+    Mutant("pairs-nobody-sees-are-multiplied", WEIGHTS, "kMasked && p.x[e] < Weights::kLeast ? 0 :", "", ("nan",)),
+    # ---- numbers ----
+    Mutant("what-was-cut-off-is-lost", WEIGHTS, "+ extended * (1 << kUnitBits)", "", ("few-terms",)),
+    Mutant("bits-of-another-pair", WEIGHTS, "byte = 2 * (i % 2) + e", "byte = 2 - 2 * (i % 2) + e", ("few-terms",)),
+    Mutant("unit-forgotten-in-dq", KERNEL, "dq[i] *= per_unit", "dq[i] *= 1", ("half",)),
+    Mutant("unit-forgotten-in-dk", KERNEL, "(p.gradient_scale) * per_unit;", "(p.gradient_scale);", ("half",)),
+    Mutant("unit-too-large", UNITS, "127 - min(max(exponent, -60), 60)", "127", ("half",)),
+    Mutant("slope-forgotten", WEIGHTS, "kSoftcap ? ds * slope.x[e] : ds", "ds", ("softcap",)),
+    Mutant(
+        "delta-of-other-rows",
+        KERNEL,
+        "p.row_delta + first_statistic(",
+        "p.row_delta - walk.row_tile % 2 * 4 + first_statistic(",
+        ("plain",),
+    ),
+    Mutant(
+        "panels-of-ds-k-too-near",
+        TILE,
+        "column_operand(k, KTile::kPanelBytes)",
+        "column_operand(k, 16)",
+        ("panels",),
+        also=(("kDqColumns = kD < kPanelColumns ? kD : kPanelColumns", "kDqColumns = kD"),),
+    ),
+    Mutant("piece-of-another-panel", KERNEL, "panel * KTile::kPanelBytes", "rows * KTile::kPanelBytes", ("panels",)),
+    Mutant("slots-of-v-and-q-overlap", SHARED, "kV + VTile::kBytes", "kV + VTile::kBytes / 2", ("panels",)),
+]
