@@ -1,6 +1,7 @@
 # make demo    run attention on real and on long input, and show error, time and memory beside the plain formula
 # make test    run the tests; those that need a GPU skip where there is none
-# make bench   time the kernels on the GPU of this machine, beside the plain formula in CuPy
+# make test-storage   test tuning studies in a PostgreSQL server, which must be installed (Debian: postgresql)
+# make bench   time the kernels on the GPU of this machine, beside every other attention that is installed
 # make check   format, lint and types, as a change must pass them
 #
 # Each sets up what it needs in .venv, on its first run and again whenever pyproject.toml changes. It needs Python 3.10 or
@@ -36,7 +37,7 @@ TEST_READY := .venv/ready-test-$(or $(TEST_EXTRA),cpu)
 CHECK_READY := .venv/ready-check
 comma := ,
 
-.PHONY: help demo test bench check clean
+.PHONY: help demo test test-storage bench check clean
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
@@ -48,8 +49,13 @@ test: $(TEST_READY)
 		"will skip; install g++ to run them (Debian, Ubuntu: apt-get install g++)" >&2
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(PYTEST)
 
+test-storage: $(TEST_READY)
+	$(PIP) install --quiet --editable '.[storage]'
+	$(BIN)/python -m pytest --postgresql tests/test_tuning_postgresql.py
+
 bench: $(DEMO_READY)
 	@[ -n "$(CUDA_EXTRA)" ] || { echo "make: the benchmarks need an NVIDIA GPU, and this machine shows none" >&2; exit 1; }
+	$(BIN)/cuflash bench --budget 300
 	$(BIN)/python benchmarks/forward_simt.py
 	$(BIN)/python benchmarks/host_time.py
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cuflash.arrays import CupyKind
-from cuflash.call import Call, Options, attend_foreign, attend_gpu, common_kind, make_options, plan_call, prepare_gpu
-from cuflash.config import TileConfig
+from cuflash.backward import BackwardCall, differentiate, inspect_backward
+from cuflash.backward_config import BackwardConfig
+from cuflash.call import Call, Options, attend, common_kind, make_options, plan_call, prepare_gpu
+from cuflash.config import NumpyConfig, TileConfig
 from cuflash.problem import Problem
 
 
@@ -21,26 +22,31 @@ class Explanation:
     ----------
     family : str
         The kernel family, "mma", "simt" or "numpy".
-    config : TileConfig
+    config : TileConfig or BackwardConfig
         Its tile configuration.
-    source : str
-        Where the configuration came from: "default" or "the caller".
+    source : {"the caller", "loaded", "tuned", "site", "shipped", "default"}
+        Where the configuration came from: the argument `config`, `load_configs`, what this user tuned or imported, what
+        is kept for the whole machine, what comes with cuflash, or the default of a call that is not tuned.
     device : str
     ruled_out : mapping of str to str
         Why the other families do not serve the call.
     problem : Problem
         The checked call, its compiled-in part in ``problem.spec``.
+    stale : str or None
+        Why a tuned configuration may no longer be the fastest: what differs from where it was measured.
     """
 
     family: str
-    config: TileConfig
+    config: TileConfig | BackwardConfig
     source: str
     device: str
     ruled_out: Mapping[str, str]
     problem: Problem
+    stale: str | None = None
 
     def __str__(self) -> str:
-        lines = [f"{self.family} on {self.device}: {self.config} (from: {self.source})"]
+        source = self.source if self.stale is None else f"{self.source}; it {self.stale}"
+        lines = [f"{self.family} on {self.device}: {self.config} (from: {source})"]
         lines += [f"  not {family}: {reason}" for family, reason in self.ruled_out.items()]
         return "\n".join(lines)
 
@@ -110,6 +116,8 @@ def attention(
     ------
     TypeError, ValueError
         Before anything is launched or written, naming the argument, what came and what is allowed.
+    UntunedError
+        When the call is not tuned and `require_tuned` asks for it.
 
     Notes
     -----
@@ -125,12 +133,104 @@ def attention(
     >>> bool(abs(out - cuflash.reference.standard_attention(q, k, v, causal=True)).max() < 1e-14)
     True
     """
-    call = Call(q, k, v, mask, bias, q_lengths, kv_lengths, out)
-    options = make_options(scale, causal, window, softcap, layout)
-    kind = common_kind(call)
-    if isinstance(kind, CupyKind):
-        return attend_gpu(kind, call, options, return_lse, config)
-    return attend_foreign(kind, call, options, return_lse, config)
+    arrays = (q, k, v, out, mask, bias, q_lengths, kv_lengths)
+    return attend(arrays, (scale, causal, window, softcap, layout), return_lse, config)
+
+
+def attention_forward(q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Any]:
+    """What a backward pass needs of the forward pass: the output and the log-sum-exp of each row.
+
+    Takes the arguments of `attention`, and returns what it does with `return_lse`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> x = np.ones((2, 3, 8))
+    >>> out, lse = cuflash.attention_forward(x, x, x)
+    >>> out.shape, lse.shape
+    ((2, 3, 8), (2, 3))
+    """
+    out, lse = attention(q, k, v, **{**options, "return_lse": True})
+    return out, lse
+
+
+def attention_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    *,
+    dlse: Any = None,
+    scale: float | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    mask: Any = None,
+    bias: Any = None,
+    q_lengths: Any = None,
+    kv_lengths: Any = None,
+    layout: str = "bhnd",
+    return_dbias: bool = False,
+    config: BackwardConfig | NumpyConfig | None = None,
+) -> tuple[Any, ...]:
+    """Exact gradients of `attention`, without a matrix of N_q x N_k in memory, and the same bits on every run.
+
+    Parameters
+    ----------
+    dout : array
+        The gradient of the output, of its shape and dtype, with any strides.
+    q, k, v : array
+        As they were given to `attention`.
+    out, lse : array
+        What `attention_forward` returned. LSE may be float32 or float64; for float32 inputs a float32 one costs
+        precision where scores are large.
+    dlse : array, optional
+        The gradient of the log-sum-exp, of its shape, where that is used; float32 or float64.
+    scale, causal, window, softcap, mask, bias, q_lengths, kv_lengths, layout
+        As they were given to `attention`.
+    return_dbias : bool
+        Also return the gradient of `bias`.
+    config : BackwardWgmmaConfig, BackwardMmaConfig, BackwardSimtConfig or NumpyConfig, optional
+        Kernel family and tile sizes to use instead of the planner's.
+
+    Returns
+    -------
+    dq, dk, dv : array
+        Of the shapes, kind and dtype of q, k and v: summed over the query heads that share a head of k and v, and over
+        batch axes along which an input was broadcast.
+    dbias : array, only if `return_dbias`
+        Of the shape and dtype of `bias`, summed over the axes along which it was broadcast.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Before anything is launched, naming the argument, what came and what is allowed.
+
+    Notes
+    -----
+    The gradients of a row that sees no key are 0, and so are those of keys that no row sees and of what lies beyond the
+    lengths. Where a NaN or an infinity stands in q, k, v or `dout`, the gradients that depend on it are not finite;
+    others of its head may be NaN too, as 0 · NaN is.
+
+    FlashAttention-2 (Dao 2023), Algorithm 2: the weights are computed again from q, k and the log-sum-exp.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v, dout = (rng.standard_normal((2, 50, 16)) for _ in range(4))
+    >>> out, lse = cuflash.attention_forward(q, k, v, causal=True)
+    >>> dq, dk, dv = cuflash.attention_backward(dout, q, k, v, out, lse, causal=True)
+    >>> step = np.zeros_like(v)
+    >>> step[1, 3, 5] = 1e-6
+    >>> change = (dout * (cuflash.attention(q, k, v + step, causal=True) - out)).sum() / 1e-6
+    >>> bool(abs(change - dv[1, 3, 5]) < 1e-6)
+    True
+    """
+    call = BackwardCall(q, k, v, out, dout, lse, dlse, mask, bias, q_lengths, kv_lengths)
+    return differentiate(call, make_options(scale, causal, window, softcap, layout), return_dbias, config)
 
 
 def explain(q: Any, k: Any, v: Any, **options: Any) -> Explanation:
@@ -179,4 +279,42 @@ def inspect_call(q: Any, k: Any, v: Any, keywords: dict[str, Any], load: bool) -
         if load and device is not None:
             prepare_gpu(call, options, take["return_lse"], take["config"], kind)
     name = "the CPU" if device is None else device.name
-    return Explanation(choice.family, choice.config, choice.source, name, choice.ruled_out, problem)
+    return Explanation(choice.family, choice.config, choice.source, name, choice.ruled_out, problem, choice.stale)
+
+
+def explain_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **options: Any) -> Explanation:
+    """How `attention_backward` would compute a call, as `explain` tells it of `attention`.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> x = np.zeros((8, 128, 64), np.float32)
+    >>> cuflash.explain_backward(x, x, x, x, x, np.zeros((8, 128))).family
+    'numpy'
+    """
+    return inspect_backward_call((dout, q, k, v, out, lse), options, load=False)
+
+
+def prepare_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **options: Any) -> Explanation:
+    """Compile and load what `attention_backward` needs for a call, without running it, and say what that is.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> x = np.zeros((8, 128, 64), np.float32)
+    >>> cuflash.prepare_backward(x, x, x, x, x, np.zeros((8, 128)), causal=True).family
+    'numpy'
+    """
+    return inspect_backward_call((dout, q, k, v, out, lse), options, load=True)
+
+
+def inspect_backward_call(arrays: tuple[Any, ...], keywords: dict[str, Any], load: bool) -> Explanation:
+    """Check and plan a call as `attention_backward` does; with `load`, compile and load it too."""
+    given = inspect.signature(attention_backward).bind(*arrays, **keywords)
+    given.apply_defaults()
+    take = given.arguments
+    call = BackwardCall(*(take[name] for name in BackwardCall._fields))
+    options = make_options(*(take[name] for name in Options._fields))
+    problem, choice, device = inspect_backward(call, options, take["return_dbias"], take["config"], load)
+    name = "the CPU" if device is None else device.name
+    return Explanation(choice.family, choice.config, choice.source, name, choice.ruled_out, problem.forward)

@@ -1,4 +1,4 @@
-"""The command ``cuflash``: demo, run, info.
+"""The command ``cuflash``: demo, run, tune, bench, info, cache.
 
 Exit codes: 0 when all went well, 1 when a computation failed or the demo found a result that is not exact, 2 for an
 argument or a file that cannot be used. The reason is on standard error.
@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import importlib.util
 import itertools
 import logging
+import math
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +27,23 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 import cuflash
-from cuflash import machine
+from cuflash import cache, machine, timing, tuned
+from cuflash.bench import PRESETS, Settings, current_gpu, run_bench
 from cuflash.demo import describe_plan, run_demo
+from cuflash.peers import CUFLASH, PEERS, Case, Peer
 from cuflash.problem import DTYPES, LAYOUTS
+from cuflash.tuning import command
 
 FAILED, UNUSABLE = 1, 2
 ALIGNMENTS = ("bottom-right", "top-left")
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+CAUSAL = {"no": (False,), "yes": (True,), "both": (False, True)}
+BENCH_NOTES = """\
+Every result is held against float64 before anybody is timed. Whoever is not installed or does not serve a case is
+listed with the reason. All run in one process, in turn and in reversed order every second round, timed by CUDA events,
+each with a cold L2 cache; figures are medians over the rounds. The presets: papers, D of 64, 128 and 256, N of 1024,
+4096 and 16384, full and causal, in bfloat16; head-dims, D of 72, 80, 96 and 192; gqa, 32 heads to 4; window, 256 keys
+of 16384; softcap; alibi."""
 RUN_NOTES = """\
 q, k and v are (N, D), (H, N, D) or (B, H, N, D), mask and bias (..., H_q, N_q, N_k) or such that they broadcast to it.
 The .npy format does not know bfloat16: it is read from uint16 bit patterns, or from the 2-byte void that numpy.save
@@ -87,7 +100,38 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--dtype", choices=DTYPES, help="compute in this dtype (default: that of the files)")
     _add_device(run)
 
+    about = "find the fastest configurations on this machine's GPU and keep them"
+    tune = _add_command(commands, "tune", tune_command, about, epilog=command.NOTES)
+    command.add_arguments(tune)
+    actions = tune.add_subparsers(metavar="report", required=False)
+    about = "what was measured: history, importance of each axis, heat map"
+    command.add_report_arguments(_add_command(actions, "report", report_command, about, parent="tune"))
+
+    about = "cuflash and what else is installed, side by side on a GPU"
+    bench = _add_command(commands, "bench", bench_command, about, epilog=BENCH_NOTES)
+    presets_help = f"cases to compare: {', '.join(PRESETS)} (default: papers); the options below replace parts of them"
+    bench.add_argument("--preset", type=_names(PRESETS), default=("papers",), metavar="NAMES", help=presets_help)
+    bench.add_argument("--d", type=_positives, metavar="64,128", help="head dims")
+    bench.add_argument("--n", type=_positives, metavar="1024,4096", help="sequence lengths")
+    bench.add_argument("--causal", choices=CAUSAL, help="with the causal mask, without, or both")
+    bench.add_argument("--dtype", type=_names(DTYPES), metavar="NAMES", help=f"of {', '.join(DTYPES)}")
+    bench.add_argument("--tokens", type=_positive, metavar="B*N", help="batch size times N (default: 16384)")
+    bench.add_argument("--heads", type=_positive, metavar="H", help="query heads (default: such that H * D is 2048)")
+    bench.add_argument("--kv-heads", type=_positive, metavar="H", help="heads of keys and values (default: as many)")
+    bench.add_argument("--window", nargs=2, type=_bound, metavar=("LEFT", "RIGHT"), help=window_help)
+    bench.add_argument("--softcap", type=float, help="scores become softcap * tanh(score / softcap)")
+    bench.add_argument("--alibi", action="store_const", const=True, help="scores get ALiBi's linear bias")
+    bench.add_argument("--layout", choices=LAYOUTS, help="order of the axes in memory (default: bnhd)")
+    peers_help = f"whom to compare with, of {', '.join(peer.name for peer in PEERS)} (default: all that are installed)"
+    bench.add_argument("--peers", type=_peers, default=PEERS, metavar="NAMES", help=peers_help)
+    bench.add_argument("--rounds", type=_positive, default=9, help="in which all are timed in turn (default: 9)")
+    bench.add_argument("--repeats", type=_positive, default=5, help="of each within a round (default: 5)")
+    bench.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="begin no case after them")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write every figure, the time of each round included")
+    bench.add_argument("--plot", type=Path, metavar="FILE.png", help="draw TFLOP/s over N (needs cuflash[plot])")
+
     _add_command(commands, "info", info_command, "devices, driver, versions and caches of this machine")
+    _add_cache_commands(commands)
     return parser
 
 
@@ -140,6 +184,102 @@ def run_command(options: argparse.Namespace) -> int:
     out = results[0]
     where = machine.describe_gpu(cupy.cuda.Device().id) if gpu else "the CPU"
     print(f"{options.out}: {out.dtype} {out.shape}, by {describe_plan(plan)} on {where} in {seconds:.3g} s")
+    return 0
+
+
+def bench_command(options: argparse.Namespace) -> int:
+    """``cuflash bench``."""
+    if (why := machine.why_no_gpu()) is not None:
+        raise UsageError(f"it needs a GPU: {why}")
+    _check_outputs([path for path in (options.json, options.plot) if path is not None])
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib: pip install 'cuflash[plot]'")
+    report = run_bench(
+        _console(),
+        current_gpu(options.rounds, options.repeats),
+        bench_cases(options),
+        options.peers,
+        method={"rounds": options.rounds, "repeats": options.repeats, "flushed_bytes": timing.FLUSH_BYTES},
+        budget=options.budget,
+        json_file=options.json,
+        plot_file=options.plot,
+    )
+    return 0 if all(CUFLASH.name in comparison.measured for comparison in report.comparisons) else FAILED
+
+
+def bench_cases(options: argparse.Namespace) -> list[Case]:
+    """The cases of the presets, with what the command line gives in place of their settings."""
+    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Settings)}
+    given["causal"] = None if options.causal is None else CAUSAL[options.causal]
+    given["window"] = None if options.window is None else tuple(options.window)
+    replaced = {name: value for name, value in given.items() if value is not None}
+    try:
+        cases = [case for name in options.preset for case in dataclasses.replace(PRESETS[name], **replaced).cases()]
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return list(dict.fromkeys(cases))
+
+
+def tune_command(options: argparse.Namespace) -> int:
+    """``cuflash tune``."""
+    if not options.replay and (why := machine.why_no_gpu()):
+        raise UsageError(f"tuning needs a GPU: {why}; with --replay it runs on recorded sweeps")
+    try:
+        return command.run(options, _console())
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error
+
+
+def report_command(options: argparse.Namespace) -> int:
+    """``cuflash tune report``."""
+    try:
+        return command.run_report(options, _console())
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def list_command(options: argparse.Namespace) -> int:
+    """``cuflash cache list``."""
+    console = _console()
+    console.print(cache.describe_kernels(), soft_wrap=True)
+    console.print(f"{tuned.user_directory()}: tuned configurations", soft_wrap=True)
+    console.print(cache.describe_winners())
+    return 0
+
+
+def export_command(options: argparse.Namespace) -> int:
+    """``cuflash cache export``."""
+    _check_outputs([options.file])
+    print(f"{options.file}: {cache.export_winners(options.file, options.gpu)} tuned configurations")
+    return 0
+
+
+def import_command(options: argparse.Namespace) -> int:
+    """``cuflash cache import``."""
+    try:
+        taken, kept, refused = cache.import_winners(options.file, options.site, options.overwrite)
+    except ValueError as error:
+        raise UsageError(f"{options.file}: {error}") from error
+    print(f"{taken} taken over, {kept} no better than what was there, {refused} not legal")
+    return FAILED if refused else 0
+
+
+def verify_command(options: argparse.Namespace) -> int:
+    """``cuflash cache verify``."""
+    faults = list(cache.find_faults())
+    for fault in faults:
+        print(fault)
+    counts = cache.count_winners()
+    stale = counts.pop("stale", 0)
+    found = ", ".join(f"{count} {source}" for source, count in counts.items() if count) or "none"
+    print(f"tuned configurations: {found}; {stale} stale; {len(faults)} faults")
+    return FAILED if faults else 0
+
+
+def clear_command(options: argparse.Namespace) -> int:
+    """``cuflash cache clear``."""
+    kernels, winners = cache.clear(options.what)
+    print(f"removed {kernels} compiled kernels and {winners} tuned configurations")
     return 0
 
 
@@ -223,11 +363,16 @@ def _check_outputs(paths: Sequence[Path]) -> None:
         if not path.parent.is_dir():
             raise UsageError(f"{path}: there is no folder {path.parent}")
     if len({path.resolve() for path in paths}) < len(paths):
-        raise UsageError(f"--out and --lse are the same file, {paths[0]}")
+        raise UsageError(f"two outputs are the same file, {paths[0]}")
 
 
 def _add_command(
-    commands: Any, name: str, command: Callable[[argparse.Namespace], int], summary: str, epilog: str | None = None
+    commands: Any,
+    name: str,
+    command: Callable[[argparse.Namespace], int],
+    summary: str,
+    epilog: str | None = None,
+    parent: str = "",
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
@@ -237,8 +382,29 @@ def _add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.set_defaults(command=command, name=name)
+    parser.set_defaults(command=command, name=f"{parent} {name}".lstrip())
     return parser
+
+
+def _add_cache_commands(commands: Any) -> None:
+    """The commands of ``cuflash cache``."""
+    summary = "compiled kernels and tuned configurations on disk"
+    parser = commands.add_parser("cache", help=summary, description=f"{summary.capitalize()}.", allow_abbrev=False)
+    actions = parser.add_subparsers(metavar="action", required=True)
+    _add_command(actions, "list", list_command, "where they are and what they hold", parent="cache")
+    exporting = _add_command(actions, "export", export_command, "write the tuned ones into one file", parent="cache")
+    exporting.add_argument("file", type=Path, metavar="tuned.json")
+    exporting.add_argument("--gpu", metavar="NAME", help='only those of one kind of GPU, "NVIDIA H200" say')
+    importing = _add_command(actions, "import", import_command, "keep what export has written", parent="cache")
+    importing.add_argument("file", type=Path, metavar="tuned.json")
+    importing.add_argument("--site", action="store_true", help="for every user of this machine")
+    overwrite_help = (
+        "also in place of newer ones, and of ones measured with the kernel, NVRTC and driver of this machine"
+    )
+    importing.add_argument("--overwrite", action="store_true", help=overwrite_help)
+    _add_command(actions, "verify", verify_command, "read every file, and say what is wrong with it", parent="cache")
+    clearing = _add_command(actions, "clear", clear_command, "remove them", parent="cache")
+    clearing.add_argument("what", nargs="?", choices=cache.CLEARED, default="kernels", help="default: kernels")
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
@@ -247,7 +413,9 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def _complete_causal(arguments: list[str]) -> list[str]:
-    """Spell out a bare ``--causal``, which would take the file name that follows for its value."""
+    """Spell out a bare ``--causal`` of `run`, which would take the file name that follows for its value."""
+    if arguments[:1] != ["run"]:
+        return arguments
     return [
         f"{argument}={ALIGNMENTS[0]}" if argument == "--causal" and after not in ALIGNMENTS else argument
         for argument, after in itertools.zip_longest(arguments, arguments[1:])
@@ -261,6 +429,27 @@ def _bound(text: str) -> int | None:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be an integer or 'none', got {text!r}") from None
+
+
+def _names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
+    """A reader of names with commas between them."""
+
+    def read(text: str) -> tuple[str, ...]:
+        names = tuple(text.split(","))
+        if unknown := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(f"must be of {', '.join(known)}, got {', '.join(map(repr, unknown))}")
+        return names
+
+    return read
+
+
+def _peers(text: str) -> tuple[Peer, ...]:
+    known = {peer.name: peer for peer in PEERS}
+    return tuple(known[name] for name in _names(known)(text))
+
+
+def _positives(text: str) -> tuple[int, ...]:
+    return tuple(map(_positive, text.split(",")))
 
 
 def _positive(text: str) -> int:

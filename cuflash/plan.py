@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from cuflash import tuned
 from cuflash.config import (
+    HOPPER,
     MmaConfig,
     NumpyConfig,
     SimtConfig,
@@ -15,9 +17,11 @@ from cuflash.config import (
     why_not_mma,
     why_not_wgmma,
 )
+from cuflash.cost_model import cycles_per_score
 from cuflash.device import DeviceInfo
 from cuflash.problem import ITEM_BYTES, Problem, Spec
 from cuflash.tensor_maps import why_no_tensor_map
+from cuflash.winner import GpuConfig, key_of
 
 
 @dataclass(frozen=True)
@@ -61,18 +65,19 @@ SIMT_DEFAULTS = {
 class MmaDefault:
     """A tile configuration of the tensor-core family, and the specs that it is a default for.
 
-    `most_features` is how many of mask, bias and softcap it has registers for; from compute capability `below` on, the
-    compiler needs more of them, and it is none.
+    `most_features` is how many of mask, bias and softcap it has registers for, and `bias` whether that may be one of
+    them; from compute capability `below` on, the compiler needs more registers, and it is none.
     """
 
     max_head_dim: int
     most_features: int
     config: MmaConfig
     below: tuple[int, int] = (99, 0)
+    bias: bool = True
 
     def serves(self, spec: Spec, device: DeviceInfo) -> bool:
         """Whether `spec` is one of them."""
-        if device.compute_capability >= self.below:
+        if device.compute_capability >= self.below or (spec.bias is not None and not self.bias):
             return False
         features = sum((spec.mask, spec.bias is not None, spec.softcap))
         return max(spec.d, spec.d_v) <= self.max_head_dim and features <= self.most_features
@@ -82,18 +87,22 @@ BLACKWELL = (10, 0)
 
 # Tiles of the tensor-core family in order of preference, by bytes of an element. The default is the first legal one of
 # which a multiprocessor holds ENOUGH_WARPS, so that one warp's softmax runs under another's products; else the first.
-# A warp with 32 rows reads K and V half as often from shared memory as one with 16, and has no registers to spare. The
-# last ones are for GPUs with less shared memory, and for sm_75. Order: benchmarks/forward_mma.py.
+# On GPUs where none was timed, the cost model may prefer another, or the same with one stage or two. A warp of 32 rows
+# reads K and V half as often from shared memory as one with 16, and has no registers to spare. The last ones are for
+# GPUs with less shared memory, and for sm_75. Order: benchmarks/forward_mma.py.
 MMA_DEFAULTS = {
     2: (
-        MmaDefault(64, 2, MmaConfig(b_r=128, b_c=64, warps=4, q_in_registers=True, swizzle=True)),
-        MmaDefault(96, 2, MmaConfig(b_r=128, b_c=64, warps=4)),
-        MmaDefault(128, 0, MmaConfig(b_r=128, b_c=64, warps=4, swizzle=True), below=BLACKWELL),
-        MmaDefault(128, 1, MmaConfig(b_r=128, b_c=64, warps=4, stages=1, swizzle=True), below=BLACKWELL),
+        MmaDefault(64, 0, MmaConfig(b_r=128, b_c=64, warps=4, q_in_registers=True, swizzle=True)),
+        MmaDefault(64, 2, MmaConfig(b_r=128, b_c=64, warps=4, swizzle=True)),
+        MmaDefault(96, 0, MmaConfig(b_r=128, b_c=64, warps=4)),
+        MmaDefault(96, 2, MmaConfig(b_r=128, b_c=32, warps=4)),
+        MmaDefault(128, 0, MmaConfig(b_r=128, b_c=48, warps=4), below=BLACKWELL),
+        MmaDefault(128, 1, MmaConfig(b_r=128, b_c=32, warps=4, swizzle=True), bias=False),
         MmaDefault(128, 1, MmaConfig(b_r=128, b_c=32, warps=4, stages=1, swizzle=True)),
         MmaDefault(128, 3, MmaConfig(b_r=128, b_c=64, warps=8, swizzle=True)),
         MmaDefault(128, 3, MmaConfig(b_r=64, b_c=64, warps=4, stages=1, swizzle=True)),
-        MmaDefault(256, 3, MmaConfig(b_r=128, b_c=64, warps=8, stages=1, swizzle=True)),
+        MmaDefault(256, 0, MmaConfig(b_r=64, b_c=64, warps=4, stages=1, swizzle=True)),
+        MmaDefault(256, 2, MmaConfig(b_r=128, b_c=64, warps=8, stages=1, swizzle=True)),
         MmaDefault(256, 3, MmaConfig(b_r=64, b_c=32, warps=4, stages=1, swizzle=True)),
         MmaDefault(128, 3, MmaConfig(b_r=64, b_c=64, warps=4, stages=1, mma_k=8, async_copy=False)),
         MmaDefault(256, 3, MmaConfig(b_r=64, b_c=16, warps=4, stages=1, swizzle=True, mma_k=8, async_copy=False)),
@@ -136,18 +145,24 @@ LARGE_HEAD_DIM = 192  # from which on, with a causal mask, warpgroups are faster
 NUMPY_DEFAULT = NumpyConfig(b_r=256, b_c=256)
 GPU_FAMILIES = ("wgmma", "mma", "simt")  # in order of preference
 ENOUGH_WARPS = 8
+MODEL_IS_SURE = 0.9  # the cost model is wrong by 10 % (root mean square) on the sweeps of an H200
+NOT_NUMPY = {"numpy": "the arrays are in the memory of a GPU"}
 PACKING_PAYS = 0.9  # packed, a tile must be that much fuller
 MANY_KEYS = 2**17  # beyond it, what tensor cores cut off adds up to more than O may be wrong
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The family and configuration that serve a call, and where they came from."""
+    """The family and configuration that serve a call, and where they came from.
+
+    `stale` is why a tuned configuration may no longer be the fastest.
+    """
 
     family: str
     config: TileConfig
     source: str
     ruled_out: Mapping[str, str] = field(default_factory=dict)
+    stale: str | None = None
 
 
 def default_config(spec: Spec, device: DeviceInfo) -> SimtConfig | MmaConfig | WgmmaConfig:
@@ -162,8 +177,7 @@ def wgmma_default(spec: Spec, device: DeviceInfo, n_k: int = 0) -> WgmmaConfig:
     for default in WGMMA_DEFAULTS:
         if default.serves(spec, n_k) and default.config.why_illegal(spec, device) is None:
             takes_turns = max(spec.d, spec.d_v) < LARGE_HEAD_DIM or not spec.right
-            # The speculative maximum is faster and breaks the rule of exactness where one key dominates a float16 row.
-            return replace(default.config, ping_pong=takes_turns and default.config.ping_pong, speculative=False)
+            return replace(default.config, ping_pong=takes_turns and default.config.ping_pong)
     raise ValueError(f"no tile configuration of the wgmma family is legal for {spec} on {device.name}")
 
 
@@ -189,11 +203,19 @@ def why_not_mma_by_default(spec: Spec, device: DeviceInfo) -> str | None:
 def mma_default(spec: Spec, device: DeviceInfo) -> MmaConfig:
     """The default tiles of the tensor-core family, for query heads that are not packed."""
     deepest = mma_depths(spec, device)[0]
-    serving = [default.config for default in MMA_DEFAULTS[ITEM_BYTES[spec.dtype]] if default.serves(spec, device)]
-    legal = [config for config in serving if config.mma_k == deepest and config.why_illegal(spec, device) is None]
+    rows = [default.config for default in MMA_DEFAULTS[ITEM_BYTES[spec.dtype]] if default.serves(spec, device)]
+    serving = [config for config in rows if config.mma_k == deepest]
+    legal = [config for config in serving if config.why_illegal(spec, device) is None]
     if not legal:
         raise ValueError(f"no tile configuration of the mma family is legal for {spec} on {device.name}")
-    return next((config for config in legal if config.resident_warps(spec, device) >= ENOUGH_WARPS), legal[0])
+    first = next((config for config in legal if config.resident_warps(spec, device) >= ENOUGH_WARPS), legal[0])
+    if device.compute_capability == HOPPER:
+        return first
+    staged = (replace(config, stages=stages) for config in serving for stages in (1, 2))
+    others = [config for config in staged if config.why_illegal(spec, device) is None]
+    least = min(others, key=lambda config: cycles_per_score(config, spec, device))
+    is_faster = cycles_per_score(least, spec, device) < MODEL_IS_SURE * cycles_per_score(first, spec, device)
+    return least if is_faster else first
 
 
 def simt_default(spec: Spec, device: DeviceInfo) -> SimtConfig:
@@ -219,6 +241,49 @@ def adapted(config: MmaConfig, problem: Problem) -> MmaConfig:
     return replace(config, pack_gqa=pays, tile_sums=problem.n_k > MANY_KEYS and ITEM_BYTES[problem.spec.dtype] == 2)
 
 
+def default_choice(problem: Problem, device: DeviceInfo) -> Choice:
+    """Family and configuration of a call on a GPU that is not tuned."""
+    not_wgmma = why_not_wgmma_here(problem, device)
+    if not_wgmma is None:
+        others = dict.fromkeys(("mma", "simt"), "wgmma serves the call")
+        return Choice("wgmma", wgmma_default(problem.spec, device, problem.n_k), "default", {**NOT_NUMPY, **others})
+    ruled_out = {**NOT_NUMPY, "wgmma": not_wgmma}
+    if reason := why_not_mma_by_default(problem.spec, device):
+        return Choice("simt", simt_default(problem.spec, device), "default", {**ruled_out, "mma": reason})
+    chosen = adapted(mma_default(problem.spec, device), problem)
+    return Choice("mma", chosen, "default", {**ruled_out, "simt": "tensor cores serve the call"})
+
+
+def tuned_choice(problem: Problem, device: DeviceInfo) -> Choice | None:
+    """Family and configuration of a call on a GPU that is tuned; None where it is not, which is logged.
+
+    Raises
+    ------
+    UntunedError
+        When it is not, and tuning is required.
+    """
+    if problem.is_empty(want_lse=True):
+        return None
+    key = key_of(problem, device)
+    for found in tuned.candidates(key):
+        config = found.winner.config
+        if why_not_tuned(config, problem, device) is None:
+            if found.stale is not None:
+                tuned.report_stale(key, problem, found)
+            if isinstance(config, MmaConfig):
+                config = adapted(config, problem)
+            others = dict.fromkeys(GPU_FAMILIES, f"the {found.source} configuration is of {config.family}")
+            del others[config.family]
+            return Choice(config.family, config, found.source, {**NOT_NUMPY, **others}, found.stale)
+    tuned.report_untuned(key, problem)
+    return None
+
+
+def why_not_tuned(config: GpuConfig, problem: Problem, device: DeviceInfo) -> str | None:
+    """Why a configuration that is legal for the Spec of `problem` does not serve its sizes; None where it does."""
+    return why_not_wgmma_here(problem, device) if isinstance(config, WgmmaConfig) else None
+
+
 def choose(problem: Problem, device: DeviceInfo | None, config: object = None) -> Choice:
     """Family and configuration for `problem` on `device` (None: the CPU).
 
@@ -226,6 +291,8 @@ def choose(problem: Problem, device: DeviceInfo | None, config: object = None) -
     ------
     TypeError, ValueError
         When `config` is given and cannot serve the call.
+    UntunedError
+        When none is given, the call is not tuned, and tuning is required.
     """
     if device is None:
         if config is None:
@@ -234,18 +301,8 @@ def choose(problem: Problem, device: DeviceInfo | None, config: object = None) -
         if not isinstance(config, NumpyConfig):
             raise TypeError(f"config must be a NumpyConfig for arrays of the CPU, got {config!r}")
         return Choice("numpy", config, "the caller", dict.fromkeys(GPU_FAMILIES, "config asks for numpy"))
-    ruled_out = {"numpy": "the arrays are in the memory of a GPU"}
     if config is None:
-        not_wgmma = why_not_wgmma_here(problem, device)
-        if not_wgmma is None:
-            others = dict.fromkeys(("mma", "simt"), "wgmma serves the call")
-            hopper = wgmma_default(problem.spec, device, problem.n_k)
-            return Choice("wgmma", hopper, "default", {**ruled_out, **others})
-        ruled_out["wgmma"] = not_wgmma
-        if reason := why_not_mma_by_default(problem.spec, device):
-            return Choice("simt", simt_default(problem.spec, device), "default", {**ruled_out, "mma": reason})
-        chosen = adapted(mma_default(problem.spec, device), problem)
-        return Choice("mma", chosen, "default", {**ruled_out, "simt": "tensor cores serve the call"})
+        return tuned_choice(problem, device) or default_choice(problem, device)
     if not isinstance(config, (SimtConfig, MmaConfig, WgmmaConfig)):
         raise TypeError(f"config must be a SimtConfig, MmaConfig or WgmmaConfig for arrays of a GPU, got {config!r}")
     reason = config.why_illegal(problem.spec, device)
@@ -254,4 +311,4 @@ def choose(problem: Problem, device: DeviceInfo | None, config: object = None) -
     if reason is not None:
         raise ValueError(f"config is not legal here: {reason}; {config}")
     others = {family: f"config asks for {config.family}" for family in GPU_FAMILIES if family != config.family}
-    return Choice(config.family, config, "the caller", {**ruled_out, **others})
+    return Choice(config.family, config, "the caller", {**NOT_NUMPY, **others})

@@ -213,15 +213,15 @@ def tiled_attention(
 
     operands = _Operands(
         *(split_heads(q), k, v, split_heads(mask), split_heads(bias), split_heads(out), split_heads(lse)),
-        q_length=_clamped(q_lengths, problem.n_q, heads),
-        kv_length=_clamped(kv_lengths, problem.n_k, heads),
+        q_length=clamped_lengths(q_lengths, problem.n_q, heads),
+        kv_length=clamped_lengths(kv_lengths, problem.n_k, heads),
     )
     b_r, b_c = min(config.b_r, problem.n_q), min(config.b_c, max(problem.n_k, 1))
     elements = b_r * b_c + b_c * (problem.d + problem.d_v) + b_r * (problem.d + 2 * problem.d_v)
     at_once = max(1, CHUNK_BYTES // (elements * work.itemsize))
     scores = np.empty(min(at_once, math.prod(heads) * group) * b_r * b_c, work)
     with np.errstate(all="ignore"):
-        for chunk in _chunks((*heads, group), at_once):
+        for chunk in chunks((*heads, group), at_once):
             for start in range(0, problem.n_q, b_r):
                 rows = slice(start, min(start + b_r, problem.n_q))
                 _attend_rows(problem, operands.at(chunk, rows), rows, b_c, scores)
@@ -273,7 +273,7 @@ def _attend_rows(problem: Problem, part: _Operands, rows: slice, b_c: int, scrat
     row_sum = np.zeros((heads, m_rows, 1), np.float64)
     acc = np.zeros((heads, m_rows, problem.d_v), work)
 
-    first, end = _visible(problem, rows, part.q_length, part.kv_length)
+    first, end = visible_keys(problem, rows, part.q_length, part.kv_length)
     nonempty = first < end
     begin = int(first.min(where=nonempty, initial=problem.n_k)) // b_c * b_c
     stop = int(end.max(where=nonempty, initial=0))
@@ -320,7 +320,7 @@ def _attend_rows(problem: Problem, part: _Operands, rows: slice, b_c: int, scrat
         part.lse[...] = (m + np.log(row_sum)).reshape(shape)
 
 
-def _clamped(lengths: NDArray[Any] | None, n: int, heads: tuple[int, ...]) -> int | NDArray[Any]:
+def clamped_lengths(lengths: NDArray[Any] | None, n: int, heads: tuple[int, ...]) -> int | NDArray[Any]:
     """The lengths clamped to [0, n], as (*heads, 1, 1), or `n` for None."""
     if lengths is None:
         return n
@@ -328,7 +328,7 @@ def _clamped(lengths: NDArray[Any] | None, n: int, heads: tuple[int, ...]) -> in
     return np.broadcast_to(clamped[..., None, None, None], (*heads, 1, 1))
 
 
-def _visible(problem: Problem, rows: slice, q_length: Any, kv_length: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+def visible_keys(problem: Problem, rows: slice, q_length: Any, kv_length: Any) -> tuple[NDArray[Any], NDArray[Any]]:
     """The keys that each row may see, first <= j < end, as arrays that broadcast against (*heads, group, rows)."""
     i = np.arange(rows.start, rows.stop)
     diagonal = i + (kv_length - q_length) if problem.bottom_right else i
@@ -338,7 +338,7 @@ def _visible(problem: Problem, rows: slice, q_length: Any, kv_length: Any) -> tu
     return first, end
 
 
-def _chunks(shape: tuple[int, ...], at_once: int) -> Iterator[tuple[slice, ...]]:
+def chunks(shape: tuple[int, ...], at_once: int) -> Iterator[tuple[slice, ...]]:
     """Cut `shape` into boxes of at most `at_once` entries: trailing axes whole, a run of one, leading ones single."""
     whole = len(shape)
     while whole > 0 and math.prod(shape[whole - 1 :]) <= at_once:

@@ -44,8 +44,9 @@ __device__ __forceinline__ Place place(const Params& p) {
   Place at;
   at.group = kPackGqa ? p.group : 1;
   const i32 heads = p.heads / at.group;
-  const i32 row_tile = p.row_tiles - 1 - static_cast<i32>(blockIdx.x % p.row_tiles);  // the longest rows of a causal mask first
-  const i32 slot = static_cast<i32>(blockIdx.x / p.row_tiles);
+  const u32 block = block_index();
+  const i32 row_tile = p.row_tiles - 1 - static_cast<i32>(block % p.row_tiles);  // the longest rows of a causal mask first
+  const i32 slot = static_cast<i32>(block / p.row_tiles);
   at.batch = slot / heads;
   at.head = slot % heads * at.group;
   at.kv_head = at.head / p.group;
@@ -58,29 +59,20 @@ __device__ __forceinline__ i32 number_of_row(i32 r, Lane lane) {
   return kRowBlock * (kRowBlocks * static_cast<i32>(threadIdx.x / 32) + r / 2) + 8 * (r % 2) + lane.g;
 }
 
-// Scale and softcap. As long as all scores are small, a softcap is a short series in q . k, its factors taken together.
+// Softcap, where a bias follows. As long as all scores are small, it is a short series in q . k, its factors taken together.
 __device__ __forceinline__ void cap_scores(SAccumulators& s, const Scores& score) {
-  if constexpr (!kSoftcap) {
-    if (kBias) return;  // add_bias scales
+  const SoftcapSeries series = score.softcap_series(1);
+  bool small = true;
+#pragma unroll
+  for (i32 r = 0; r < kRows; ++r) small &= largest_in_slot<true>(s, r) < series.limit;
+  if (__all_sync(0xffffffff, small)) {
+#pragma unroll
+    for (i32 i = 0; i < kSValues; ++i) value_of(s, i) = series(value_of(s, i));
   } else {
-    const SoftcapSeries series = score.softcap_series();
-    bool small = true;
 #pragma unroll
-    for (i32 r = 0; r < kRows; ++r) {
-      float sum = 0;  // of the squares: small only if each is
-#pragma unroll
-      for (i32 i = 0; i < 2 * kKeyBlocks; ++i) sum = fmaf(s[r / 2][i / 2][2 * (r % 2) + i % 2], s[r / 2][i / 2][2 * (r % 2) + i % 2], sum);
-      small &= sum < series.limit * series.limit;
-    }
-    if (__all_sync(0xffffffff, small)) {
-#pragma unroll
-      for (i32 i = 0; i < kSValues; ++i) value_of(s, i) = series(value_of(s, i));
-    } else {
-#pragma unroll
-      for (i32 i = 0; i < kSValues; ++i) {
-        float& x = value_of(s, i);
-        x = fabsf(x) < series.limit ? series(x) : score.softcap * tanh_of(x * score.scale);
-      }
+    for (i32 i = 0; i < kSValues; ++i) {
+      float& x = value_of(s, i);
+      x = fabsf(x) < series.limit ? series(x) : score.softcap * tanh_of(x * score.scale);
     }
   }
 }
@@ -188,9 +180,11 @@ __device__ __forceinline__ void store_pair(u8* to, float x0, float x1, float) { 
 // O / l, through shared memory, and LSE, of the rows for which `is_due`. Rows beyond the live ones, and rows that saw no key, are 0 and
 // -inf. Q and the tiles are no longer needed; a warp stores the rows that it owns.
 template <class IsDue>
-__device__ __forceinline__ void store_rows(const Params& p, u8* smem, const Place& at, const Visibility& see, const OAccumulators& o,
-                                           const RowsState& rows, Real c, Real unit_of_o, IsDue is_due) {
+__device__ __forceinline__ void store_rows(const Params& p, u8* smem, const OAccumulators& o, const RowsState& rows, Real c,
+                                           Real unit_of_o, IsDue is_due) {
   using Out = TileLayout<kDv>;
+  const Place at = place(p);
+  const Visibility see = visibility(p, at.batch, at.head);
   const Lane lane = {};
   Element* const out = p.out + at.batch * p.out_batch + at.head * p.out_head;
   Lse* const lse = p.lse + (static_cast<i64>(at.batch) * p.heads + at.head) * p.n_q;
@@ -202,10 +196,12 @@ __device__ __forceinline__ void store_rows(const Params& p, u8* smem, const Plac
     const Real l = rows.sum(r);
     const bool empty = row >= see.query_length || l == 0;
     const bool stores = row < p.n_q && is_due(r);
-    if (stores && p.lse != nullptr && lane.t == 0)
-      lse[head * p.n_q + row] = empty ? -static_cast<Lse>(kInfinity) : rows.reference[r].log_sum_exp(l, c);
+    if (p.lse != nullptr) {
+      const Lse log_sum_exp = rows.log_sum_exp(r, l, c);
+      if (stores && lane.t == 0) lse[head * p.n_q + row] = empty ? -static_cast<Lse>(kInfinity) : log_sum_exp;
+    }
 
-    const Real per_l = 1 / l;
+    const Real per_l = 1 / rows.divisor(r, l);
 #pragma unroll
     for (i32 b = 0; b < kOutBlocks; ++b) {
       const i32 column = b * kKeyBlock + 2 * lane.t;
@@ -221,11 +217,13 @@ __device__ __forceinline__ void store_rows(const Params& p, u8* smem, const Plac
   }
 }
 
-// Loads Q and walks over the keys.
+// Prologue and main loop: loads Q and walks over the keys that the block's rows see.
 template <class Product>
-__device__ __forceinline__ void attend(const Params& p, u8* smem, const Place& at, const Visibility& see, const KeyTiles& tiles,
-                                       OAccumulators& o, RowsState& rows, Real c, const Product& product) {
+__device__ __forceinline__ void attend(const Params& p, u8* smem, OAccumulators& o, RowsState& rows, Real c, const Product& product) {
   const Lane lane = {};
+  const Place at = place(p);
+  const Visibility see = visibility(p, at.batch, at.head);
+  const KeyTiles tiles = key_tiles(see, at.query_row(0), at.query_row(kBr - 1) + 1);
   u8* const q_smem = smem;
   const auto k_smem = [&](i32 tile) { return smem + kQBytes + tile % kStages * (kKBytes + kVBytes); };
   const auto v_smem = [&](i32 tile) { return k_smem(tile) + kKBytes; };
@@ -258,11 +256,13 @@ __device__ __forceinline__ void attend(const Params& p, u8* smem, const Place& a
   }
   wait_for_copies<kAhead>();
   __syncthreads();
-  const Scores score = scores(p, at.batch, at.head);
-  if (kFolded && score.scale_log2 <= 0) {
-    scale_q_by_sign(q_smem, score.scale_log2);
+  Scores score = scores(p, at.batch, at.head);
+  if ((kFolded && score.scale_log2 <= 0) || (kCapsLate && score.scale < 0)) {
+    scale_q_by_sign(q_smem, score.scale);
     __syncthreads();
+    score.scale = fabsf(score.scale);
   }
+  const Capped capped = {score.softcap_series(static_cast<float>(kLog2E)), score};
   const u32 q_address = piece_by_rows<kD>(q_smem, kRowBlocks * kRowBlock * (threadIdx.x / 32), lane);
   const auto read_q = [&](u32(&to)[kRowBlocks][4], i32 step) {
 #pragma unroll
@@ -312,17 +312,23 @@ __device__ __forceinline__ void attend(const Params& p, u8* smem, const Place& a
       if (j + 1 < tiles.end) load_k(j + 1);
       commit_copies();
     }
-    if (!kFolded) cap_scores(s, score);
-    if (tiles.whole(j)) {
-      if (kBias) add_bias<false>(s, score, see, at, bias.of_tile(j), j * kBc, lane);
-    } else {
-      if (kBias) add_bias<true>(s, score, see, at, bias.of_tile(j), j * kBc, lane);
-      mask_scores(s, see, at, j * kBc, lane);
+    const bool whole = tiles.whole(j);
+    if constexpr (kSoftcap && !kCapsLate) cap_scores(s, score);
+    if (kBias && whole) add_bias<false>(s, score, see, at, bias.of_tile(j), j * kBc, lane);
+    if (kBias && !whole) add_bias<true>(s, score, see, at, bias.of_tile(j), j * kBc, lane);
+    Real largest[kRows];
+    const bool small = kCapsLate && capped.are_small(s, largest);
+    if (!whole) mask_scores(s, see, at, j * kBc, lane);
+    if (!kCapsLate) largest_of_lane(s, largest);
+    rows.take(s, o, largest, c, capped);
+    if (kCapsLate) {
+      capped.apply(s, rows.offset, small);
+      if (!whole) mask_scores(s, see, at, j * kBc, lane);  // -inf was capped, too
     }
-    rows.take(s, o, c);
+    rows.subtract_shifts(s);
 
     if (kBias) bias.store(j + 1);
-    product.multiply_p_v(o, s, [&](i32 key_block) { rows.weigh(s, key_block); }, v_smem(j), p.d_v, lane);
+    product.multiply_p_v(o, s, [&](i32 key_block) { rows.weigh(s, key_block, c); }, v_smem(j), p.d_v, lane, rows.l_of_p);
   }
   wait_for_copies<0>();
   __syncthreads();  // shared memory is free
@@ -345,41 +351,32 @@ __device__ __forceinline__ Service service_of(const RowsState& rows, const OAccu
 // Computes the rows again that are not done; two bits of `services` for each. A function of its own, that it takes no registers from
 // the kernel.
 template <class T> __noinline__ __device__ void serve_again(const Params& p, u8* smem, u32 services) {
-  const Place at = place(p);
-  const Visibility see = visibility(p, at.batch, at.head);
-  const KeyTiles tiles = key_tiles(see, at.query_row(0), at.query_row(kBr - 1) + 1);
   const Real c = softmax_factor(p);
 #pragma unroll 1
   for (u32 service = 1; service <= static_cast<u32>(Service::small_numbers); ++service) {
     const Tf32Products<true> product = {service == static_cast<u32>(Service::small_numbers) ? 1 / kSmall : 1};
     OAccumulators o = {};
     RowsState rows;
-    attend(p, smem, at, see, tiles, o, rows, c, product);
-    store_rows(p, smem, at, see, o, rows, c, 1 / product.v_unit, [&](i32 r) { return (services >> (2 * r) & 3) == service; });
+    attend(p, smem, o, rows, c, product);
+    store_rows(p, smem, o, rows, c, 1 / product.v_unit, [&](i32 r) { return (services >> (2 * r) & 3) == service; });
     __syncthreads();
   }
 }
 
 // ---- the kernel ----
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) forward_mma(const __grid_constant__ Params p) {
-  // Prologue: which rows of which head, and which keys they see.
-  const Place at = place(p);
-  const Visibility see = visibility(p, at.batch, at.head);
-  const KeyTiles tiles = key_tiles(see, at.query_row(0), at.query_row(kBr - 1) + 1);
-  const Real c = softmax_factor(p);
   DYNAMIC_SMEM(smem);
-
-  // Main loop and epilogue.
+  const Real c = softmax_factor(p);
   OAccumulators o = {};
   RowsState rows;
-  attend(p, smem, at, see, tiles, o, rows, c, Products<Element>{});
+  attend(p, smem, o, rows, c, Products<Element>{});
   if constexpr (sizeof(Element) == 2) {
-    store_rows(p, smem, at, see, o, rows, c, 1, [](i32) { return true; });
+    store_rows(p, smem, o, rows, c, 1, [](i32) { return true; });
   } else {
     u32 services = 0;
 #pragma unroll
     for (i32 r = 0; r < kRows; ++r) services |= static_cast<u32>(service_of(rows, o, r)) << (2 * r);
-    store_rows(p, smem, at, see, o, rows, c, 1, [&](i32 r) { return (services >> (2 * r) & 3) == 0; });
+    store_rows(p, smem, o, rows, c, 1, [&](i32 r) { return (services >> (2 * r) & 3) == 0; });
     if (__syncthreads_or(services != 0)) serve_again<Element>(p, smem, services);
   }
 }

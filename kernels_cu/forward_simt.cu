@@ -13,79 +13,26 @@
 #include "scores.cuh"
 #include "softmax.cuh"
 #include "tile.cuh"
+#include "simt_products.cuh"
 
 // ---- constants ----
-constexpr i32 kRowGroups = kThreads / kLanesPerRow;
-constexpr i32 kRows = kBr / kRowGroups;         // rows of a thread, kRowGroups apart
-constexpr i32 kKeys = kBc / kLanesPerRow;       // keys of a thread in S, kLanesPerRow apart
-constexpr i32 kOutColumns = kDv / kLanesPerRow;  // columns of a thread in O: groups of kOutVector neighbours
-constexpr i32 kOutVector = kOutColumns % kRealsPerVector == 0 ? kRealsPerVector : kOutColumns % 2 == 0 ? 2 : 1;
+constexpr i32 kRows = kBr / kRowGroups;          // rows of a thread
+constexpr i32 kKeys = kBc / kLanesPerRow;        // keys of a thread in S
+constexpr i32 kOutColumns = kDv / kLanesPerRow;  // columns of a thread in O
+constexpr i32 kOutVector = kVectorOf<kOutColumns>;
 constexpr i32 kOutStore = kOutVector < kElementsPerAccess ? kOutVector : kElementsPerAccess;
-constexpr i32 kPad = kRealsPerVector;  // one vector a row keeps rows that are read side by side out of each other's banks
 constexpr i32 kQPitch = kD + kPad;
 constexpr i32 kKvPitch = (kD > kDv ? kD : kDv) + kPad;
 constexpr i32 kPPitch = kBc + kLanesPerRow;
 
-static_assert(kThreads % 32 == 0 && 32 % kLanesPerRow == 0, "the lanes of a row lie in one warp");
 static_assert(kBr % kRowGroups == 0 && kBc % kLanesPerRow == 0 && kDv % kLanesPerRow == 0, "every thread owns as much as any other");
-static_assert(kLanesPerRow % kRealsPerVector == 0 && kBc % kRealsPerVector == 0, "rows of P start at a whole vector");
+static_assert(kBc % kRealsPerVector == 0, "rows of P are whole vectors");
 
 // ---- shared memory ----
 constexpr i32 kQReals = kBr * kQPitch;
 constexpr i32 kKvReals = kBc * kKvPitch;
 
 // ---- pieces ----
-struct Thread {
-  i32 row_group = threadIdx.x / kLanesPerRow;
-  i32 lane = threadIdx.x % kLanesPerRow;  // among the lanes of a row
-  __device__ __forceinline__ i32 row(i32 i) const { return row_group + i * kRowGroups; }
-  __device__ __forceinline__ i32 key(i32 j) const { return lane + j * kLanesPerRow; }
-  __device__ __forceinline__ i32 column(i32 c) const { return (lane + c * kLanesPerRow) * kOutVector; }  // of vector c
-};
-
-// S = Q K^T
-__device__ __forceinline__ void multiply_q_k(Real (&s)[kRows][kKeys], const Real* q, const Real* k, Thread own) {
-#pragma unroll
-  for (i32 i = 0; i < kRows; ++i)
-#pragma unroll
-    for (i32 j = 0; j < kKeys; ++j) s[i][j] = 0;
-#pragma unroll 2
-  for (i32 c = 0; c < kD; c += kRealsPerVector) {
-    RealVector k_rmem[kKeys];
-#pragma unroll
-    for (i32 j = 0; j < kKeys; ++j) k_rmem[j] = *reinterpret_cast<const RealVector*>(k + own.key(j) * kKvPitch + c);
-#pragma unroll
-    for (i32 i = 0; i < kRows; ++i) {
-      const RealVector q_rmem = *reinterpret_cast<const RealVector*>(q + own.row(i) * kQPitch + c);
-#pragma unroll
-      for (i32 e = 0; e < kRealsPerVector; ++e)
-#pragma unroll
-        for (i32 j = 0; j < kKeys; ++j) s[i][j] += q_rmem.x[e] * k_rmem[j].x[e];
-    }
-  }
-}
-
-// O += P V
-__device__ __forceinline__ void multiply_p_v(Real (&o)[kRows][kOutColumns], const Real* p, const Real* v, Thread own) {
-  using OutVector = Vector<Real, kOutVector>;
-#pragma unroll 1
-  for (i32 key = 0; key < kBc; key += kRealsPerVector) {
-    RealVector p_rmem[kRows];
-#pragma unroll
-    for (i32 i = 0; i < kRows; ++i) p_rmem[i] = *reinterpret_cast<const RealVector*>(p + own.row(i) * kPPitch + key);
-#pragma unroll
-    for (i32 e = 0; e < kRealsPerVector; ++e)
-#pragma unroll
-      for (i32 c = 0; c < kOutColumns / kOutVector; ++c) {
-        const OutVector v_rmem = *reinterpret_cast<const OutVector*>(v + (key + e) * kKvPitch + own.column(c));
-#pragma unroll
-        for (i32 i = 0; i < kRows; ++i)
-#pragma unroll
-          for (i32 w = 0; w < kOutVector; ++w) o[i][c * kOutVector + w] += p_rmem[i].x[e] * v_rmem.x[w];
-      }
-  }
-}
-
 // S becomes P = e^(S - m), in shared memory; m and l go on, O is rescaled.
 template <bool kMasked>
 __device__ __forceinline__ void softmax(Real (&s)[kRows][kKeys], Real (&o)[kRows][kOutColumns], RowStatistics (&row_of)[kRows], Real* p,
@@ -151,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) forward_simt(const __g
     load_tile<kBc, kD, kKvPitch>(kv_smem, k + key0 * p.k_row, p.k_row, see.key_length - key0, p.d);
     __syncthreads();
     Real s[kRows][kKeys];
-    multiply_q_k(s, q_smem, kv_smem, own);
+    multiply_transposed<kD, kQPitch, kKvPitch>(s, q_smem, kv_smem, own);
     __syncthreads();  // every warp is done with K
     load_tile<kBc, kDv, kKvPitch>(kv_smem, v + key0 * p.v_row, p.v_row, see.key_length - key0, p.d_v);
     if (tiles.whole(j))
@@ -159,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) forward_simt(const __g
     else
       softmax<true>(s, o, row_of, p_smem, score, see, row0, key0, own);
     __syncthreads();
-    multiply_p_v(o, p_smem, kv_smem, own);
+    multiply_add<kBc, kPPitch, kKvPitch>(o, p_smem, kv_smem, own);
     __syncthreads();  // every warp is done with V
   }
 
@@ -183,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) forward_simt(const __g
         Vector<Element, kOutStore> to;
 #pragma unroll
         for (i32 e = 0; e < kOutStore; ++e) from_real(to.x[e], empty ? Real(0) : o[i][c * kOutVector + w + e] / row_of[i].l);
-        const i32 column = own.column(c) + w;
+        const i32 column = own.column<kOutVector>(c) + w;
         if (column < p.d_v) *reinterpret_cast<Vector<Element, kOutStore>*>(out + row * p.out_row + column) = to;
       }
   }

@@ -60,3 +60,26 @@ __device__ __forceinline__ KeyTiles key_tiles(const Visibility& see, i32 first_r
   tiles.whole_end = see.end_key(first_row) / kBc;
   return tiles;
 }
+
+// The row tiles [first, end) that see keys [first_key, end_key); the rows of those in [whole_first, whole_end) see every one of them.
+struct RowTiles {
+  i32 first, end, whole_first, whole_end;
+
+  __device__ __forceinline__ bool whole(i32 tile) const { return !kMask && tile >= whole_first && tile < whole_end; }
+};
+
+__device__ __forceinline__ RowTiles row_tiles(const Visibility& see, i32 first_key, i32 end_key) {
+  const i32 last_key = min(end_key, see.key_length) - 1;
+  if (last_key < first_key) return {0, 0, 0, 0};  // no live key
+  const i32 from_first = kRight ? max(0, first_key - see.delta - see.right) : 0;  // the first row that sees the first key
+  const i32 from_last = kRight ? max(0, last_key - see.delta - see.right) : 0;
+  const i32 to_first = kLeft ? min(see.query_length, first_key - see.delta + see.left + 1) : see.query_length;  // and the end of those
+  const i32 to_last = kLeft ? min(see.query_length, last_key - see.delta + see.left + 1) : see.query_length;
+  if (from_first >= to_last) return {0, 0, 0, 0};  // no live row sees any of them
+  RowTiles tiles;
+  tiles.first = from_first / kBr;
+  tiles.end = max((to_last + kBr - 1) / kBr, 0);
+  tiles.whole_first = (from_last + kBr - 1) / kBr;
+  tiles.whole_end = last_key == end_key - 1 ? max(to_first, 0) / kBr : 0;
+  return tiles;
+}

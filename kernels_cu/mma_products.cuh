@@ -38,6 +38,7 @@ using Accumulator = float[4];
 using SAccumulators = float[kRowBlocks][kKeyBlocks][4];
 constexpr i32 kSValues = kRowBlocks * kKeyBlocks * 4;
 __device__ __forceinline__ float& value_of(SAccumulators& s, i32 i) { return s[i / (4 * kKeyBlocks)][i / 4 % kKeyBlocks][i % 4]; }
+__device__ __forceinline__ constexpr i32 row_of_value(i32 i) { return i / (4 * kKeyBlocks) * 2 + i % 4 / 2; }  // its slot
 using OAccumulators = float[kRowBlocks][kOutBlocks][4];
 using QFragments = u32[kQkSteps][kRowBlocks][4];
 
@@ -83,8 +84,12 @@ template <class T> struct Products {
     }
   }
 
+  // O += P V; to `sums`, by slot, those of the rows of P
   template <class Weigh>
-  static __device__ __forceinline__ void multiply_p_v(OAccumulators& o, SAccumulators& s, Weigh weigh, const u8* v_tile, i32, Lane lane) {
+  static __device__ __forceinline__ void multiply_p_v(OAccumulators& o, SAccumulators& s, Weigh weigh, const u8* v_tile, i32, Lane lane,
+                                                      float (&sums)[2 * kRowBlocks]) {
+    float of_tile[kRowBlocks][4] = {};
+    const u32 ones = packed(1.0f, 1.0f, T{});
     using V = TileLayout<kDv>;
     const u32 v_address = piece_by_rows<kDv>(v_tile, 0, lane);
     const auto multiply_block = [&](float(&o0)[4], float(&o1)[4], const u32(&p)[4], const u32(&v)[4]) {
@@ -98,7 +103,10 @@ template <class T> struct Products {
         weigh(j + 1);
         u32 p[kRowBlocks][4];
 #pragma unroll
-        for (i32 i = 0; i < kRowBlocks; ++i) pack(p[i], s[i][j], s[i][j + 1]);
+        for (i32 i = 0; i < kRowBlocks; ++i) {
+          pack(p[i], s[i][j], s[i][j + 1]);
+          multiply(of_tile[i], p[i], ones, ones);
+        }
 #pragma unroll
         for (i32 c = 0; c < kOutBlocks; c += 2) {
           u32 v[4];
@@ -114,24 +122,29 @@ template <class T> struct Products {
         weigh(j);
         weigh(j + 1);
 #pragma unroll
-        for (i32 i = 0; i < kRowBlocks; ++i) pack(p[j / 2][i], s[i][j], s[i][j + 1]);
+        for (i32 i = 0; i < kRowBlocks; ++i) {
+          pack(p[j / 2][i], s[i][j], s[i][j + 1]);
+          multiply(of_tile[i], p[j / 2][i], ones, ones);
+        }
       }
 #pragma unroll
       for (i32 c = 0; c < kOutBlocks; c += 2) {
-        float sums[kRowBlocks][2][4] = {};
+        float products[kRowBlocks][2][4] = {};
 #pragma unroll
         for (i32 j = 0; j < kKeyBlocks; j += 2) {
           u32 v[4];
           ldmatrix_x4_trans(v, V::shifted(v_address, j * kKeyBlock, c * kKeyBlock / kChunkElements));
 #pragma unroll
-          for (i32 i = 0; i < kRowBlocks; ++i) multiply_block(sums[i][0], sums[i][1], p[j / 2][i], v);
+          for (i32 i = 0; i < kRowBlocks; ++i) multiply_block(products[i][0], products[i][1], p[j / 2][i], v);
         }
 #pragma unroll
         for (i32 i = 0; i < kRowBlocks; ++i)
 #pragma unroll
-          for (i32 e = 0; e < 8; ++e) o[i][c + e / 4][e % 4] += sums[i][e / 4][e % 4];
+          for (i32 e = 0; e < 8; ++e) o[i][c + e / 4][e % 4] += products[i][e / 4][e % 4];
       }
     }
+#pragma unroll
+    for (i32 r = 0; r < 2 * kRowBlocks; ++r) sums[r] += of_tile[r / 2][2 * (r % 2)];
   }
 
   // Two neighbouring accumulators of S as an operand
@@ -243,7 +256,7 @@ template <bool kCareful> struct Tf32Products {
 
   template <class Weigh>
   __device__ __forceinline__ void multiply_p_v(OAccumulators& o, const SAccumulators& s, Weigh weigh, const u8* v_tile, i32 columns_live,
-                                               Lane lane) const {
+                                               Lane lane, float (&)[2 * kRowBlocks]) const {
     using V = TileLayout<kDv>;
     constexpr i32 kBlockChunks = kKeyBlock / kChunkElements;
     const u32 column_bytes = lane.g % kChunkElements * sizeof(float);

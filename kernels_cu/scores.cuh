@@ -1,13 +1,15 @@
 // Seam 2 of 2: what happens to a score between Q K^T and the softmax: scale, softcap, bias, in this order.
 #pragma once
 
-// softcap tanh(scale x) for |x| < limit, where |scale x| < kTanhSmall
+// unit softcap tanh(scale x) for |x| < limit, where |scale x| < kSeriesEnd; to 2^-23
 struct SoftcapSeries {
-  float k1, k3, k5, k7, k9, limit;
+  static constexpr float kSeriesEnd = 0.375f, kTanh3 = -0.33332333f, kTanh5 = 0.13289725f, kTanh7 = -0.0484872f;
+  float k1, k3, k5, k7, limit;
 
-  __device__ __forceinline__ float operator()(float x) const {
+  // Less `offset`
+  __device__ __forceinline__ float operator()(float x, float offset = 0) const {
     const float square = x * x;
-    return x * fmaf(fmaf(fmaf(fmaf(k9, square, k7), square, k5), square, k3), square, k1);
+    return fmaf(x, fmaf(fmaf(fmaf(k7, square, k5), square, k3), square, k1), -offset);
   }
 };
 
@@ -28,12 +30,22 @@ struct Scores {
     const Real score = kSoftcap ? softcap * tanh_of(dot * scale) : dot * scale;  // a softcap's scale is scale / softcap
     return kBias ? score + bias_at(row, key) : score;
   }
+  // The score, and its derivative by scale q_row . k_key
+  struct WithSlope {
+    Real score, slope;
+  };
+  __device__ __forceinline__ WithSlope with_slope(Real dot, i32 row, i32 key) const {
+    const Real scaled = scale * dot, capped = kSoftcap ? tanh_of(scaled) : scaled;
+    const Real unbiased = kSoftcap ? softcap * capped : capped;
+    return {kBias ? bias_at(row, key) + unbiased : unbiased, kSoftcap ? (1 - capped) * (1 + capped) : Real(1)};
+  }
   // For floats; a limit of 0 where the powers of the scale would leave their range, and where a series is too coarse for the elements
-  __device__ __forceinline__ SoftcapSeries softcap_series() const {
+  __device__ __forceinline__ SoftcapSeries softcap_series(float unit) const {
+    using Series = SoftcapSeries;
     const float a = static_cast<float>(scale), square = a * a;
-    const float k1 = static_cast<float>(softcap) * a, k3 = k1 * square, k5 = k3 * square, k7 = k5 * square, k9 = k7 * square;
-    const bool serves = sizeof(Element) == 2 && fabsf(k9) < kInfinity && square > 0;
-    return {k1, kTanh3 * k3, kTanh5 * k5, kTanh7 * k7, kTanh9 * k9, serves ? kTanhSmall / fabsf(a) : 0};
+    const float k1 = unit * static_cast<float>(softcap) * a, k3 = k1 * square, k5 = k3 * square, k7 = k5 * square;
+    const bool serves = sizeof(Element) == 2 && fabsf(k7) < kInfinity && square > 0;
+    return {k1, Series::kTanh3 * k3, Series::kTanh5 * k5, Series::kTanh7 * k7, serves ? Series::kSeriesEnd / fabsf(a) : 0};
   }
   __device__ __forceinline__ Real bias_at(i32 row, i32 key) const { return to_real(bias[row * bias_row + key * bias_column]); }
 };

@@ -15,12 +15,12 @@ constexpr i32 kElementsPerAccess = kAligned ? kVectorBytes / sizeof(Element) : 1
 using ElementVector = Vector<Element, kElementsPerAccess>;
 
 // Rows [0, rows_live) and columns [0, columns_live) of a tile from device memory, as Real, to shared memory of `kPitch` a row; zeros
-// elsewhere, so that what lies beyond a sequence never enters a product.
-template <i32 kRows, i32 kColumns, i32 kPitch>
+// elsewhere, so that what lies beyond a sequence never enters a product. kAtOnce accesses of a thread are under way together.
+template <i32 kRows, i32 kColumns, i32 kPitch, i32 kAtOnce = 8>
 __device__ __forceinline__ void load_tile(Real* tile, const Element* source, i64 row_stride, i32 rows_live, i32 columns_live) {
   constexpr i32 kPerRow = kColumns / kElementsPerAccess;
   constexpr i32 kAccesses = kRows * kPerRow;
-#pragma unroll 8
+#pragma unroll kAtOnce
   for (i32 i = threadIdx.x; i < kAccesses; i += kThreads) {
     const i32 row = i / kPerRow, column = i % kPerRow * kElementsPerAccess;
     ElementVector from = {};

@@ -16,6 +16,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--all-variants", action="store_true", help="compile every kernel for every combination, which takes minutes"
     )
+    parser.addoption("--postgresql", action="store_true", help="test studies in a PostgreSQL server of the tests' own")
 
 
 def pytest_configure(config):

@@ -31,6 +31,7 @@ CONFIGS = (
 )
 SMALL = MmaConfig(b_r=32, b_c=32, warps=1, stages=2)
 PACKED = replace(SMALL, pack_gqa=True)
+KERNEL, TILES, PRODUCTS, SOFTMAX = "forward_mma.cu", "mma_tile.cuh", "mma_products.cuh", "mma_softmax.cuh"
 BY_ID = {case.id: case for case in CASES}
 SERVED = [case for case in CASES if case.dtype != "float64"]
 # Every eighth case, and more of those about values: what the others vary is shared with the kernel on CUDA cores.
@@ -115,6 +116,56 @@ def test_a_huge_scale_leaves_the_largest_score_alone(scale, dtype):
     np.testing.assert_allclose(out.astype(float), best.astype(float), rtol=1e-6)
 
 
+# ---- references that scores exceed ----
+
+
+def wild(number: int, dtype: str) -> dict[str, Any]:
+    """Rows in which a few keys, a late one or ever later ones take nearly all the weight, or whose scores are random.
+
+    Every other problem has one row. Scores are in units of log 2.
+    """
+    rng = np.random.default_rng(number)
+    n_q, n_k = (1, 33)[number // 4 % 2], 150
+    q, k, v = (0.1 * rng.standard_normal((1, 2, n, 16)) for n in (n_q, n_k, n_k))
+    score = [
+        np.where(rng.random(n_k) < 0.03, rng.uniform(5, 15), 0),
+        np.where(np.arange(n_k) == rng.integers(100, n_k), rng.uniform(0, 12), 0),
+        np.linspace(0, rng.uniform(3, 60), n_k),
+        10 * rng.standard_normal(n_k),
+    ][number % 4]
+    q[..., 0], k[..., 0] = 1, score
+    return {name: x.astype(np.dtype(dtype)) for name, x in (("q", q), ("k", k), ("v", v))}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("number", range(8))
+def test_rows_that_outgrow_their_reference_are_exact(number, dtype):
+    inputs = wild(number, dtype)
+    gold.check(*attention(inputs, {"scale": float(np.log(2))}, SMALL), **inputs, scale=float(np.log(2)))
+
+
+def just_above_the_reference() -> dict[str, Any]:
+    """All values are the same, so O is one of them. Most keys weigh 1 + 0.45 ε, which P rounds to 1."""
+    q, k = np.zeros((1, 1, 33, 16)), np.zeros((1, 1, 288, 16))
+    q[..., 0] = 1
+    k[..., 32:, 0] = np.log1p(0.45 * gold.EPSILON["float16"])
+    v = np.broadcast_to(np.random.default_rng(0).standard_normal(16), k.shape)
+    return {name: x.astype(np.float16) for name, x in (("q", q), ("k", k), ("v", v))}
+
+
+def test_an_average_of_equal_values_is_that_value_whatever_the_weights():
+    inputs = just_above_the_reference()
+    out, _ = attention(inputs, {"scale": 1.0}, SMALL)
+    assert np.array_equal(out, np.broadcast_to(inputs["v"][:, :, :1], out.shape))
+
+
+def test_division_by_a_sum_that_is_not_of_p_would_be_found():
+    inputs = just_above_the_reference()
+    mutant = Mutant("unrounded", SOFTMAX, "kRoundsP ? l_of_p[r] : sum", "sum", ())
+    out, _ = attention(inputs, {"scale": 1.0}, SMALL, texts=mutant.texts(kernel_texts()))
+    assert not np.array_equal(out, np.broadcast_to(inputs["v"][:, :, :1], out.shape))
+
+
 @pytest.mark.parametrize("device", ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"])
 def test_bfloat16_and_float32_need_sm_80_and_float64_has_no_tensor_core_kernel(device):
     ampere = device != "sm_75"
@@ -135,12 +186,19 @@ PROBLEMS = {
     "one-stage": (Case("mma-one-stage", **SIZED), ONE_STAGE),
     "causal": (Case("mma-causal", **SIZED, options={"causal": True}), SMALL),
     "ramp": (Case("mma-ramp", **SIZED, values="ramp"), SMALL),
+    "dominated": (Case("mma-dominated", **SIZED, values="hot", options={"scale": 4.0}), SMALL),
     "negative": (Case("mma-negative", **SIZED, options={"scale": -0.3}), SMALL),
     "zero": (Case("mma-zero", **SIZED, options={"scale": 0.0, "causal": True}), SMALL),
     "hot": (Case("mma-hot", n=(65, 130), heads=(2, 1), values="exact-hot", options={"scale": 2.0**30}), SMALL),
     "bias": (Case("mma-bias", **SIZED, bias="bhqk"), SMALL),
     "softcap": (Case("mma-softcap", **SIZED, bias="---k", options={"softcap": 1.5}), SMALL),
-    "strong-softcap": (Case("mma-strong-softcap", **SIZED, options={"softcap": 0.5}), SMALL),
+    "late-cap": (Case("mma-late-cap", **SIZED, options={"softcap": 0.5}), SMALL),
+    "late-cap-causal": (
+        Case("mma-late-cap-causal", **SIZED, options={"softcap": 2.0, "scale": -0.3, "window": (30, 9)}),
+        SMALL,
+    ),
+    "late-cap-falling": (Case("mma-late-cap-falling", **SIZED, values="falling", options={"softcap": 10.0}), SMALL),
+    "late-cap-hot": (Case("mma-late-cap-hot", **SIZED, values="hot", options={"softcap": 900.0, "scale": 2.0}), SMALL),
     "mask": (Case("mma-mask", **SIZED, mask="bhqk"), SMALL),
     "packed": (Case("mma-packed", **SIZED | {"n": (9, 40)}, mask="bhqk", bias="-h-k"), PACKED),
     "turing": (Case("mma-turing", **SIZED), TURING),
@@ -151,7 +209,6 @@ PROBLEMS = {
     "denormal": (Case("mma-denormal", **SIZED | {"dtype": "float32"}, values="denormal-values"), FLOAT),
 }
 
-KERNEL, TILES, PRODUCTS, SOFTMAX = "forward_mma.cu", "mma_tile.cuh", "mma_products.cuh", "mma_softmax.cuh"
 MUTANTS = [
     # ---- copies and barriers ----
     Mutant(
@@ -208,13 +265,43 @@ MUTANTS = [
         ("ramp",),
     ),
     Mutant("l-not-rescaled", SOFTMAX, "    l[r] *= factor;\n", "", ("ramp",)),
+    Mutant("sum-of-p-not-rescaled", SOFTMAX, "    l_of_p[r] *= factor;\n", "", ("ramp",)),
+    Mutant("sum-of-p-of-another-row", PRODUCTS, "of_tile[r / 2][2 * (r % 2)]", "of_tile[r / 2][2]", ("plain",)),
+    Mutant(
+        "maximum-of-one-lane",
+        *(SOFTMAX, "m[r] = max_of(m[r], __shfl_xor_sync(0xffffffff, m[r], step));", "m[r] += 0;", ("ramp",)),
+    ),
+    Mutant(
+        "raised-in-some-lanes-of-a-row", SOFTMAX, "rises |= __shfl_xor_sync(0xffffffff, rises, step);", "", ("ramp",)
+    ),
+    Mutant("all-rows-raised", SOFTMAX, "does = rises >> r & 1;", "does = true;", ("dominated",)),
+    Mutant("never-raised-again", SOFTMAX, "fmaf(largest, c, -offset[r]) > kSlack", "largest == kInfinity", ("ramp",)),
+    Mutant("shift-of-another-row", SOFTMAX, "% kQuad == r % kQuad) shifts", "% kQuad == 0) shifts", ("hot",)),
     Mutant("l-of-two-lanes", SOFTMAX, "x += __shfl_xor_sync(0xffffffff, x, step)", "x += step * 0", ("plain",)),
-    Mutant("coarse-reference", SOFTMAX, "fabsf(m * c) < kFar", "fabsf(m * c) < 1e30f", ("hot",)),
+    Mutant("coarse-reference", SOFTMAX, "fabsf(product) < kFar", "fabsf(product) < 1e30f", ("hot",)),
     Mutant("sign-of-the-scale-lost", KERNEL, "score.scale_log2 <= 0", "score.scale_log2 < -1e30f", ("negative",)),
     Mutant("scale-of-zero-not-minded", SOFTMAX, "c == 0 ? 1.0f : fminf(c, kLargest)", "c", ("zero",)),
     # ---- scores and masks ----
     Mutant("bias-of-the-next-key", KERNEL, "place(tile)[column] =", "place(tile)[column ^ 1] =", ("softcap",)),
-    Mutant("large-scores-capped-as-small-ones", KERNEL, "__all_sync(0xffffffff, small)", "true", ("strong-softcap",)),
+    Mutant("large-scores-capped-as-small-ones", KERNEL, "__all_sync(0xffffffff, small)", "true", ("softcap",)),
+    Mutant(
+        "large-scores-capped-late-as-small-ones",
+        *(SOFTMAX, "return __all_sync(0xffffffff, small);", "return true;", ("late-cap",)),
+    ),
+    Mutant("large-negative-scores-overlooked", SOFTMAX, "kMagnitude ? fabsf(x) : x", "x", ("late-cap-falling",)),
+    Mutant(
+        "masked-scores-capped",
+        *(
+            KERNEL,
+            "      if (!whole) mask_scores(s, see, at, j * kBc, lane);  // -inf",
+            "      // -inf",
+            ("late-cap-causal",),
+        ),
+    ),
+    Mutant(
+        "sign-of-a-capped-scale-lost",
+        *(KERNEL, "score.scale = fabsf(score.scale);", "", ("late-cap-causal",)),
+    ),
     Mutant("mask-bits-mixed-up", KERNEL, "<< (2 * j + e)", "<< (2 * j + 1 - e)", ("mask",)),
     Mutant(
         "bias-stored-too-early",
@@ -233,8 +320,8 @@ MUTANTS = [
     Mutant(
         "sums-of-a-tile-not-added",
         PRODUCTS,
-        "o[i][c + e / 4][e % 4] += sums",
-        "o[i][c + e / 4][e % 4] = sums",
+        "o[i][c + e / 4][e % 4] += products",
+        "o[i][c + e / 4][e % 4] = products",
         ("tile-sums",),
     ),
     Mutant("packed-rows-of-one-head", KERNEL, "(first + row) % group", "0", ("packed",)),

@@ -12,15 +12,22 @@ TUNING = PACKAGE.parent / "tuning"
 
 # A module imports only what stands in a layer above its own.
 LAYERS = [
-    {"device", "problem", "cubins", "counters", "wgmma"},
-    {"config", "tuned", "tensor_maps"},
+    {"device", "problem", "cubins", "counters", "driver", "wgmma", "sources"},
+    {"config", "tensor_maps"},
+    {"backward_config", "backward_problem"},
+    {"winner", "cost_model"},
+    {"store"},
+    {"tuned"},
     {"plan", "compiler", "arrays", "reference"},
-    {"launch"},
+    {"launch", "backward_plan", "backward_reference"},
+    {"backward_launch"},
     {"call"},
+    {"backward"},
     {"api"},
     {"__init__"},
-    {"machine"},
-    {"demo"},
+    {"machine", "timing", "torch"},
+    {"demo", "peers", "cache"},
+    {"bench"},
     {"cli"},
     {"__main__"},
 ]

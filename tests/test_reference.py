@@ -199,7 +199,7 @@ def test_chunks_cover_every_head_once():
     for shape in ((), (7,), (3, 4), (2, 3, 5), (1, 1, 6)):
         for at_once in (1, 2, 5, 12, 1000):
             seen = np.zeros(shape, int)
-            for chunk in reference._chunks(shape, at_once):
+            for chunk in reference.chunks(shape, at_once):
                 assert seen[chunk].size <= at_once
                 seen[chunk] += 1
             assert (seen == 1).all()

@@ -16,7 +16,7 @@ import cuflash
 ROOT = Path(__file__).parents[1]
 SOURCES = [
     "CHANGELOG.md", "LICENSE", "MANIFEST.in", "Makefile", "NOTICE", "README.md", "pyproject.toml",
-    "cuflash", "docs", "kernels_cu", "tests", "tuning",
+    "cuflash", "docs", "examples", "kernels_cu", "tests", "tuning",
 ]  # fmt: skip
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, 'build_' + sys.argv[1])(sys.argv[2]))"
 
@@ -81,8 +81,15 @@ def test_wheel_puts_nothing_but_cuflash_into_site_packages(installed):
 
 @pytest.mark.parametrize(
     ("folder", "pattern"),
-    [("cuflash", "*.py"), ("cuflash", "py.typed"), ("cuflash/data", "*"), ("kernels_cu", "*.cu*"), ("tuning", "*.py")],
-    ids=["modules", "types", "data", "kernels", "tuner"],
+    [
+        ("cuflash", "*.py"),
+        ("cuflash", "py.typed"),
+        ("cuflash", "*.json"),
+        ("cuflash/data", "*"),
+        ("kernels_cu", "*.cu*"),
+        ("tuning", "*.py"),
+    ],
+    ids=["modules", "types", "tuned", "data", "kernels", "tuner"],
 )
 def test_wheel_holds_every_file_of(installed, folder, pattern):
     inside = Path(folder) if folder.startswith("cuflash") else Path("cuflash", folder)

@@ -234,6 +234,17 @@ def test_four_threads():
     assert not wrong
 
 
+def test_first_call_of_a_new_thread_makes_its_context():
+    q, k, v = (normal((2, 4, 64, 64), seed=seed) for seed in range(3))
+    expected, out = cuflash.attention(q, k, v), cupy.zeros_like(q)
+    cupy.cuda.Device().synchronize()
+    thread = threading.Thread(target=lambda: cuflash.attention(q, k, v, out=out))
+    thread.start()
+    thread.join()
+    cupy.cuda.Device().synchronize()
+    assert (out == expected).all()
+
+
 def test_capture_in_a_graph_after_prepare():
     q, k, v = (normal((2, 4, 300, 64), seed=seed) for seed in range(3))
     out = cupy.zeros_like(q)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).with_name("sanitized.py")
+SCRIPTS = {"forward": "sanitized.py", "backward": "sanitized_backward.py"}
 SANITIZER = shutil.which("compute-sanitizer", path=f"{os.environ.get('PATH', '')}:/usr/local/cuda/bin")
 
 pytestmark = [
@@ -17,6 +17,7 @@ pytestmark = [
 ]
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
+BACKWARD_BARRIER = "__syncthreads();  // every warp is done with the tiles"
 SIMT_BARRIER = "__syncthreads();  // every warp is done with K"
 MMA_BARRIER = "__syncthreads();                // for every thread"
 DIVERGENT = "if (threadIdx.x % 2) { __syncthreads(); } else { __syncthreads(); __nanosleep(1); } //"
@@ -27,20 +28,34 @@ FAULTS = [  # tool, file, text, replacement
     ("memcheck", "forward_mma.cu", "see.key_length - tile * kBc, p.d_v)", "kBc, p.d_v)"),
     ("racecheck", "forward_mma.cu", MMA_BARRIER, "//"),
     ("synccheck", "forward_mma.cu", MMA_BARRIER, DIVERGENT),
+    ("memcheck", "backward_simt.cu", "own.row(i) >= rows_live", "false"),
+    ("racecheck", "backward_simt.cu", BACKWARD_BARRIER, ""),
+    ("synccheck", "backward_simt.cu", BACKWARD_BARRIER, DIVERGENT),
 ]
 
 
-def sanitize(tool, *fault):
-    command = [SANITIZER, "--tool", tool, "--error-exitcode", "9", "--kernel-name", "kernel_substring=forward_"]
-    done = subprocess.run(
-        [*command, sys.executable, str(SCRIPT), *fault], capture_output=True, text=True, timeout=270, check=False
-    )
+def sanitize(tool, direction, *fault):
+    kernels = f"kernel_substring={direction}_"
+    script = Path(__file__).with_name(SCRIPTS[direction])
+    command = [
+        SANITIZER,
+        "--tool",
+        tool,
+        "--error-exitcode",
+        "9",
+        "--kernel-name",
+        kernels,
+        sys.executable,
+        str(script),
+    ]
+    done = subprocess.run([*command, *fault], capture_output=True, text=True, timeout=270, check=False)
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("direction", SCRIPTS)
 @pytest.mark.parametrize("tool", TOOLS)
-def test_kernels_are_clean(tool):
-    code, log = sanitize(tool)
+def test_kernels_are_clean(tool, direction):
+    code, log = sanitize(tool, direction)
     assert code == 0, log[-3000:]
     assert "finished" in log
 
@@ -48,5 +63,5 @@ def test_kernels_are_clean(tool):
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault[0]}-{fault[1].partition('.')[0]}")
 def test_a_seeded_fault_is_found(fault):
     tool, *where = fault
-    code, log = sanitize(tool, *where)
+    code, log = sanitize(tool, where[0].partition("_")[0], *where)
     assert code == 9, log[-3000:]

@@ -1,0 +1,287 @@
+"""One call of the backward pass: checked, planned, run. On a GPU all but the addresses is remembered by signature."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuflash.arrays import (
+    CUPY,
+    DTYPE_OF,
+    CupyKind,
+    NumpyKind,
+    canonical_view,
+    describe,
+    import_cupy,
+    is_strided,
+    kind_of,
+)
+from cuflash.backward_launch import BackwardLaunch, make_backward_launch, scratch, workspace
+from cuflash.backward_plan import BackwardChoice, choose_backward
+from cuflash.backward_problem import BackwardProblem, Gradient, read_backward_problem
+from cuflash.backward_reference import tiled_gradients
+from cuflash.call import MAX_REMEMBERED_CALLS, Options
+from cuflash.config import NumpyConfig
+from cuflash.device import DeviceInfo, device_info
+from cuflash.problem import ITEM_BYTES
+
+MATRICES = ("dout", "q", "k", "v", "out")  # whose last axis must be contiguous
+REQUIRED = (*MATRICES, "lse")
+ALIGNMENT = 256  # of each part of the workspace, in bytes
+
+
+class BackwardCall(NamedTuple):
+    """The arguments that are arrays, in the order of the kernels' parameters."""
+
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    dout: Any
+    lse: Any
+    dlse: Any = None
+    mask: Any = None
+    bias: Any = None
+    q_lengths: Any = None
+    kv_lengths: Any = None
+
+    def given(self) -> dict[str, Any]:
+        """Those that are there, by name."""
+        return {name: array for name, array in zip(self._fields, self, strict=True) if array is not None}
+
+    def viewed_by(self, kind: NumpyKind) -> BackwardCall:
+        """The NumPy or CuPy arrays to compute on."""
+        views = {}
+        for name, array in self.given().items():
+            try:
+                views[name] = kind.view(name, array)
+            except RuntimeError as error:  # the array's own library: deleted, lazy, of a kind that has no memory
+                raise ValueError(f"{name} cannot be read: {error}") from error
+        return self._replace(**views)
+
+
+def common_kind(call: BackwardCall) -> NumpyKind:
+    """The one kind of all arrays of a call."""
+    kind = kind_of("q", call.q)
+    for name, array in zip(call._fields, call, strict=True):
+        absent = array is None and name not in REQUIRED
+        if not absent and (other := kind_of(name, array)) is not kind:
+            raise TypeError(f"all arrays of a call must be of one kind, got q {kind} and {name} {other}")
+    return kind
+
+
+class Planned(NamedTuple):
+    """A checked call and what serves it; `device` is None for the CPU."""
+
+    problem: BackwardProblem
+    choice: BackwardChoice
+    device: DeviceInfo | None
+
+
+def plan_backward(call: BackwardCall, options: Options, return_dbias: bool, config: Any) -> Planned:
+    """Check a call on NumPy or CuPy arrays and choose its kernels.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, what came and what is allowed.
+    """
+    on_cpu = isinstance(call.q, np.ndarray)
+    given = call.given()
+    if not on_cpu:
+        for name, array in given.items():
+            if array.device != call.q.device:
+                raise ValueError(
+                    f"all arrays of a call must be on one device, got q on {call.q.device} and {name} on {array.device}"
+                )
+    operands = {name: describe(name, array) for name, array in given.items()}
+    problem = read_backward_problem(**operands, **options._asdict(), return_dbias=return_dbias)
+    device = None if on_cpu else device_info(call.q.device.id)
+    return Planned(problem, choose_backward(problem, device, config), device)
+
+
+def gradient_dtype(problem: BackwardProblem, name: str) -> str:
+    """The dtype of dq, dk, dv or dbias."""
+    return problem.spec.bias or problem.spec.dtype if name == "dbias" else problem.spec.dtype
+
+
+def summed(full: Any, gradient: Gradient) -> Any:
+    """A NumPy or CuPy gradient for all batch entries, as one of the input's own shape."""
+    if gradient.summed_axes:
+        wide = np.float32 if full.dtype.itemsize == 2 else np.float64
+        full = full.astype(wide).sum(axis=gradient.summed_axes).astype(full.dtype)  # CuPy sums no bfloat16
+    return full.reshape(gradient.shape)
+
+
+def differentiate(call: BackwardCall, options: Options, return_dbias: bool, config: Any) -> tuple[Any, ...]:
+    """(dq, dk, dv) or (dq, dk, dv, dbias), of the kind of the arguments."""
+    kind = common_kind(call)
+    if isinstance(kind, CupyKind):
+        return differentiate_gpu(kind, call, options, return_dbias, config)
+    with kind.current(call.q):
+        views = call.viewed_by(kind)
+        if kind.on_gpu:
+            computed = differentiate_gpu(CUPY, views, options, return_dbias, config)
+        else:
+            computed = differentiate_numpy(views, options, return_dbias, config)
+        return tuple(kind.result(gradient, call.q) for gradient in computed)
+
+
+# ---- the CPU ----
+
+
+def differentiate_numpy(call: BackwardCall, options: Options, return_dbias: bool, config: Any) -> tuple[Any, ...]:
+    """`differentiate` on NumPy arrays."""
+    problem, choice, _ = plan_backward(call, options, return_dbias, config)
+    if not isinstance(choice.config, NumpyConfig):
+        raise TypeError(f"config must be a NumpyConfig for arrays of the CPU, got {choice.config!r}")
+    full = {
+        name: np.empty(gradient.full_shape, DTYPE_OF[gradient_dtype(problem, name)])
+        for name, gradient in problem.gradients.items()
+    }
+    if not problem.is_empty():
+        shapes = problem.shapes()
+        arrays = {
+            name: canonical_view(array, shapes[name], problem.strides[name])
+            for name, array in (*call.given().items(), *full.items())
+            if name != "dbias"
+        }
+        if return_dbias:
+            arrays["dbias"] = full["dbias"]
+        tiled_gradients(problem, choice.config, arrays)
+    return tuple(summed(full[name], gradient) for name, gradient in problem.gradients.items())
+
+
+# ---- the GPU ----
+
+
+class RememberedBackward(NamedTuple):
+    """What a call of one signature on arrays of a GPU needs, checked, compiled and loaded.
+
+    `launch` is None where there is nothing to compute, and where arrays must be copied first. `makers` make the
+    gradients and then the workspace, which holds its arrays at `offsets`, in bytes.
+    """
+
+    device: int
+    launch: BackwardLaunch | None
+    copies: bool
+    gradients: tuple[Gradient, ...]
+    makers: tuple[Callable[[Any], Any], ...]
+    offsets: tuple[int, ...]
+    lse_dtype: str
+
+
+REMEMBERED: dict[Any, RememberedBackward] = {}
+
+
+def ready(
+    kind: CupyKind, call: BackwardCall, options: Options, return_dbias: bool, config: Any
+) -> tuple[RememberedBackward, list[int]]:
+    """What `call` needs, remembered or made now, and the addresses of its arrays."""
+    key, addresses = kind.read(call)
+    scale, causal, window, softcap, _ = options
+    types = scale.__class__, causal.__class__, softcap.__class__  # as keys, 1, 1.0 and True are equal
+    window_types = None if window is None else tuple(map(type, window))
+    signature = (*key, *types, window_types, options, bool(return_dbias), config)
+    try:
+        known = REMEMBERED.get(signature)
+    except TypeError:  # unhashable: no argument that the checks allow
+        return remember(kind, call, options, return_dbias, config), addresses
+    if known is None:
+        known = remember(kind, call, options, return_dbias, config)
+        if len(REMEMBERED) >= MAX_REMEMBERED_CALLS:
+            REMEMBERED.clear()
+        REMEMBERED[signature] = known
+    return known, addresses
+
+
+def remember(
+    kind: CupyKind, call: BackwardCall, options: Options, return_dbias: bool, config: Any
+) -> RememberedBackward:
+    """Check, plan, compile and load a call on arrays of a GPU."""
+    with kind.current(call.q):
+        views = call.viewed_by(kind)
+        problem, choice, device = plan_backward(views, options, return_dbias, config)
+        chosen = choice.config
+        if device is None or isinstance(chosen, NumpyConfig):
+            raise TypeError(f"q must be an array of a GPU, got {type(call.q).__name__}")
+        copies = problem.converts or any(is_strided(getattr(views, name)) for name in MATRICES)
+        needed = not problem.is_empty() and not copies
+        makers = [
+            kind.maker(gradient.full_shape, gradient_dtype(problem, name), call.q)
+            for name, gradient in problem.gradients.items()
+        ]
+        offsets, size = [], 0
+        if needed:
+            for shape, dtype in (*workspace(problem).values(), *scratch(problem, chosen).values()):
+                offsets.append(size)
+                size += -(-math.prod(shape) * ITEM_BYTES[dtype] // ALIGNMENT) * ALIGNMENT
+        return RememberedBackward(
+            device=views.q.device.id,
+            launch=make_backward_launch(problem, choice, device) if needed else None,
+            copies=copies,
+            gradients=tuple(problem.gradients.values()),
+            makers=(*makers, kind.maker((size // ITEM_BYTES["float32"],), "float32", call.q)),
+            offsets=tuple(offsets),
+            lse_dtype=problem.spec.lse_dtype,
+        )
+
+
+def copied(call: BackwardCall, lse_dtype: str) -> BackwardCall:
+    """The call on CuPy arrays as the kernels take them."""
+    cupy = import_cupy()
+    matrices = {name: cupy.ascontiguousarray(x) for name in MATRICES if is_strided(x := getattr(call, name))}
+    rows = {name: x.astype(lse_dtype, copy=False) for name in ("lse", "dlse") if (x := getattr(call, name)) is not None}
+    return call._replace(**matrices, **rows)
+
+
+def differentiate_gpu(
+    kind: CupyKind, call: BackwardCall, options: Options, return_dbias: bool, config: Any
+) -> tuple[Any, ...]:
+    """`differentiate` on arrays of a GPU: a look-up, allocations and launches, once the signature is known."""
+    known, addresses = ready(kind, call, options, return_dbias, config)
+    q = call.q
+    if known.copies:
+        with kind.current(q):
+            views = copied(call.viewed_by(kind), known.lse_dtype)
+            computed = differentiate_gpu(CUPY, views, options, return_dbias, config)
+            return tuple(kind.result(gradient, q) for gradient in computed)
+    if import_cupy().cuda.runtime.getDevice() != known.device:
+        with kind.current(q):
+            return differentiate_gpu(kind, call, options, return_dbias, config)
+
+    *gradients, memory = [make(q) for make in known.makers]
+    if known.launch is not None:
+        addresses += [kind.address(gradient) for gradient in gradients]
+        if not return_dbias:
+            addresses.append(0)
+        start = kind.address(memory)
+        addresses += [start + offset for offset in known.offsets]
+        known.launch(addresses, kind.stream(q))
+    return tuple([own_shape(kind, full, own, q) for full, own in zip(gradients, known.gradients, strict=True)])
+
+
+def own_shape(kind: CupyKind, full: Any, gradient: Gradient, like: Any) -> Any:
+    """A gradient for all batch entries, an array of `kind`, as one of the input's own shape."""
+    if not gradient.summed_axes:
+        return full if gradient.shape == gradient.full_shape else full.reshape(gradient.shape)
+    with kind.current(like):
+        return kind.result(summed(kind.view("gradient", full), gradient), like)
+
+
+def inspect_backward(call: BackwardCall, options: Options, return_dbias: bool, config: Any, load: bool) -> Planned:
+    """Check and plan a call as `differentiate` does; with `load`, compile and load what it needs on a GPU."""
+    kind = common_kind(call)
+    with kind.current(call.q):
+        views = call.viewed_by(kind)
+        planned = plan_backward(views, options, return_dbias, config)
+        if load and kind.on_gpu:
+            known, _ = ready(CUPY, views, options, return_dbias, config)
+            if known.copies:
+                ready(CUPY, copied(views, known.lse_dtype), options, return_dbias, config)
+            elif isinstance(kind, CupyKind):
+                ready(kind, call, options, return_dbias, config)
+        return planned

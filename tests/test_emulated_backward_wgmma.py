@@ -1,0 +1,162 @@
+"""The Hopper backward kernels, emulated on the CPU, against the derivative of the formula; and seeded bugs."""
+
+import functools
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import gold_backward
+import numpy as np
+import pytest
+from cases import CASES, Case, make_inputs, random_case
+from cases_backward import make_call
+from emulator import SCHEDULES, EmulatorError, Schedule, kernel_texts, why_no_emulator
+from emulator.backward import gradients, read
+from emulator.forward import read as read_forward
+from emulator.mutants import Mutant
+from emulator.mutants_backward_wgmma import MUTANTS, PROBLEMS
+
+from cuflash.backward_config import BackwardWgmmaConfig
+from cuflash.backward_plan import why_no_backward_maps
+from cuflash.device import known_device
+from cuflash.problem import Spec
+from cuflash.tensor_maps import why_no_tensor_map
+
+pytestmark = pytest.mark.skipif(why_no_emulator() is not None, reason=str(why_no_emulator()))
+
+H200 = known_device("sm_90")
+CONFIGS = (
+    BackwardWgmmaConfig(64),
+    BackwardWgmmaConfig(128),
+    BackwardWgmmaConfig(64, k_stages=2, dq_stages=3),
+)
+ADVERSARIES = (
+    *SCHEDULES,
+    Schedule("reverse", asynchronous="at_last"),
+    *(Schedule("random", True, resident=2 + seed % 2, asynchronous="at_random", seed=seed) for seed in range(4, 7)),
+)
+LEFT_OUT = ("d-40-16-bit", "d-96", "d-96-16-bit")  # others are much like these
+
+
+def pick(choices: Any, key: Any) -> Any:
+    """One of the choices, for the same key always the same."""
+    return choices[zlib.crc32(str(key).encode()) % len(choices)]
+
+
+def configs_for(case: Case) -> tuple[Spec, list[BackwardWgmmaConfig]]:
+    problem = read_forward(make_inputs(case), case.options)[1]
+    if problem.is_empty(False) or why_no_tensor_map(problem) or 0 in (problem.n_q, problem.n_k):
+        return problem.spec, []
+    return problem.spec, [config for config in CONFIGS if config.why_illegal(problem.spec, H200) is None]
+
+
+def choose(cases: list[Case]) -> Iterator[tuple[Case, BackwardWgmmaConfig]]:
+    """Of the cases that the kernels serve, the first of each Spec, half of those about values, an eighth of the others.
+
+    Each Spec is tried in one 16-bit type and with one configuration, so that it is compiled once.
+    """
+    known: dict[Spec, tuple[Spec, int]] = {}
+    for case in cases:
+        if case.id in LEFT_OUT or case.dtype not in ("float16", "bfloat16"):
+            continue
+        spec, configs = configs_for(case)
+        if configs:
+            own, count = known.get(replace(spec, dtype="float16"), (spec, 0))
+            known[replace(spec, dtype="float16")] = own, count + (own == spec)
+            if own == spec and count % (8 if case.values == "normal" else 2) == 0:
+                yield case, pick(configs, spec)
+
+
+CHOSEN = list(choose(CASES))
+
+
+def served_call(case: Case) -> dict[str, Any]:
+    """The arrays of a call, with a dO that TMA reads."""
+    call = make_call(case)
+    problem = read(call, case.options)[1]
+    if why_no_backward_maps(problem) or not problem.spec.aligned:
+        call["dout"] = call["dout"].copy()
+    return call
+
+
+def check(case: Case, config: BackwardWgmmaConfig, schedule: Schedule | None = None, blocks: int = 2) -> None:
+    call = served_call(case)
+    results = gradients(call, case.options, config, schedule or pick(ADVERSARIES, case.id), blocks=blocks)
+    gold_backward.expect(**call, **case.options).check(*results)
+
+
+@pytest.mark.parametrize(("case", "config"), [pytest.param(*each, id=each[0].id) for each in CHOSEN])
+def test_wgmma_gradients_are_as_exact_as_the_rule_asks(case, config):
+    check(case, config)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_wgmma_gradients_are_right_for_a_random_problem(seed):
+    cases = [random_case(6000 + 100 * seed + number) for number in range(40)]
+    case, config = next(choose([replace(case, views={}) for case in cases]))
+    check(case, config, Schedule("random", True, resident=3, asynchronous="at_random", seed=seed), blocks=3)
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 7])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (30, None)}], ids=["full", "causal", "left"])
+def test_tickets_are_drawn_by_any_number_of_blocks(options, blocks):
+    case = Case("drawn", n=(150, 300), d=(16, 16), heads=(4, 2), batch=(2,), dtype="bfloat16", options=options)
+    schedule = Schedule("random", resident=3, asynchronous="at_random", seed=6)
+    check(case, BackwardWgmmaConfig(64), schedule, blocks)
+
+
+@pytest.mark.parametrize("id", ["plain", "causal", "window"])
+def test_bits_do_not_depend_on_the_schedule(id):
+    case, config = PROBLEMS[id]
+    call = served_call(case)
+    results = [
+        gradients(call, case.options, config, each, blocks=1 + number % 4) for number, each in enumerate(ADVERSARIES)
+    ]
+    assert len({b"".join(x.tobytes() for x in result) for result in results}) == 1
+
+
+def test_gradients_of_float16_do_not_leave_its_range_among_many_keys():
+    case = Case("many-keys", n=(64, 6000), d=(16, 16), heads=(1, 1), batch=(1,), dtype="float16")
+    call = make_call(case)
+    call["dout"] = (call["dout"].astype(np.float32) * 2.0**-10).astype(np.float16)
+    call["k"][...] = 0
+    call.pop("dlse", None)
+    call["lse"] = np.full_like(call["lse"], np.log(6000))
+    call["out"] = np.broadcast_to(call["v"].astype(np.float32).mean(2, keepdims=True), call["out"].shape).astype("f2")
+    results = gradients(call, case.options, BackwardWgmmaConfig(64))
+    gold_backward.expect(**call, **case.options).check(*results)
+
+
+# ---- seeded bugs ----
+
+
+@functools.cache
+def problem(name: str) -> tuple[dict[str, Any], gold_backward.Expected]:
+    case, _ = PROBLEMS[name]
+    call = served_call(case)
+    return call, gold_backward.expect(**call, **case.options)
+
+
+def complaint(name: str, texts: Any, schedule: Schedule) -> str | None:
+    """What is wrong with the gradients by kernels made from `texts`; None where nothing is."""
+    call, expected = problem(name)
+    case, config = PROBLEMS[name]
+    try:
+        expected.check(*gradients(call, case.options, config, schedule, texts=texts))
+    except (EmulatorError, AssertionError) as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_wgmma_kernels_without_a_seeded_bug_pass(name):
+    assert complaint(name, None, SCHEDULES[0]) is None
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.id)
+def test_seeded_bug_of_the_wgmma_kernels_is_found(mutant: Mutant):
+    texts = mutant.texts(kernel_texts())
+    assert any(complaint(name, texts, schedule) for name in mutant.problems for schedule in SCHEDULES), (
+        "nothing shows it"
+    )

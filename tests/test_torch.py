@@ -1,0 +1,151 @@
+"""`cuflash.torch.attention` on the CPU: derivatives, torch.compile, and what PyTorch asks of an operator."""
+
+import numpy as np
+import pytest
+
+import cuflash
+
+torch = pytest.importorskip("torch")
+attention = pytest.importorskip("cuflash.torch").attention
+
+OPTIONS = [
+    {},
+    {"causal": True},
+    {"causal": "top-left", "softcap": 2.0},
+    {"window": (3, 2), "scale": 0.7},
+    {"layout": "bnhd", "causal": True},
+]
+
+
+def draw(n_q=5, n_k=6, layout="bhnd", dtype=torch.float64, requires_grad=True):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 4, n_q, 3), (2, 2, n_k, 3), (2, 2, n_k, 4))
+    drawn = [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+    if layout == "bnhd":
+        drawn = [x.transpose(1, 2).contiguous() for x in drawn]
+    return [x.requires_grad_(requires_grad) for x in drawn]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_gradients_are_the_limit_of_differences(options):
+    q, k, v = draw(layout=options.get("layout", "bhnd"))
+    bias = torch.randn(4, 1, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda *x: attention(*x[:3], bias=x[3], **options, return_lse=True), (q, k, v, bias), fast_mode=True
+    )
+
+
+def test_gradients_flow_through_the_output_alone_and_the_log_sum_exp_alone():
+    q, k, v = draw()
+    for which in (0, 1):
+        assert torch.autograd.gradcheck(
+            lambda *x, i=which: attention(*x, return_lse=True)[i], (q, k, v), fast_mode=True
+        )
+
+
+def test_gradients_of_inputs_that_broadcast_and_repeat_are_summed():
+    q, _, _ = draw()
+    k = torch.randn(1, 1, 6, 3, dtype=torch.float64, requires_grad=True)
+    v = torch.randn(2, 6, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda *x: attention(x[0], x[1].expand(2, 2, 6, 3), x[2]), (q, k, v))
+
+
+def test_lengths_and_masks_have_no_gradient_and_rows_without_keys_none_either():
+    q, k, v = draw()
+    mask = torch.ones(5, 6, dtype=torch.bool)
+    mask[3] = False
+    lengths = torch.tensor([5, 2])
+    attention(q, k, v, mask=mask, q_lengths=lengths).sum().backward()
+    assert not q.grad[:, :, 3].any()
+    assert not q.grad[1, :, 2:].any()
+    assert q.grad[0, :, 4].any()
+
+
+def test_only_what_needs_a_gradient_gets_one():
+    q, k, v = draw()
+    k.requires_grad_(False)
+    attention(q, k, v, bias=torch.zeros(6, dtype=torch.float64)).sum().backward()
+    assert k.grad is None
+    assert q.grad is not None
+    assert v.grad is not None
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_result_and_dtypes_are_those_of_cuflash_attention(dtype):
+    q, k, v = draw(dtype=getattr(torch, dtype))
+    out, lse = attention(q, k, v, causal=True, return_lse=True)
+    with torch.no_grad():
+        expected, expected_lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+    out.sum().backward()
+    assert q.grad.dtype == q.dtype
+
+
+def test_operator_passes_the_checks_of_pytorch():
+    q, k, v = draw()
+    bias = torch.randn(4, 1, 6, dtype=torch.float64, requires_grad=True)
+    options = (None, bias, None, None, None, "bottom-right", None, None, 2.0, "bhnd")
+    torch.library.opcheck(torch.ops.cuflash.attention.default, (q, k, v, *options))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_shapes_are_known_without_computing(options):
+    layout = options.get("layout", "bhnd")
+    q, k, v = draw(layout=layout, requires_grad=False)
+    real = attention(q, k, v, **options, return_lse=True)
+    fake = attention(*(x.to("meta") for x in (q, k, v)), **options, return_lse=True)
+    for one, other in zip(real, fake, strict=True):
+        assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+
+
+def test_compiled_and_eager_give_the_same_bits_for_any_length():
+    torch._dynamo.reset()
+
+    def loss(q, k, v):
+        return attention(q * 2, k, v, causal=True).square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in (5, 9):
+        inputs = draw(n, n + 1)
+        assert all(
+            torch.equal(one, other)
+            for one, other in zip(
+                torch.autograd.grad(compiled(*inputs), inputs), torch.autograd.grad(loss(*inputs), inputs), strict=True
+            )
+        )
+
+
+def test_second_derivatives_are_refused():
+    q, k, v = draw()
+    (first,) = torch.autograd.grad(attention(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+        first.sum().backward()
+
+
+def test_plain_attention_names_the_function_that_differentiates():
+    q, k, v = draw()
+    with pytest.raises(TypeError, match=r"q requires grad.* Use cuflash\.torch\.attention"):
+        cuflash.attention(q, k, v)
+
+
+def test_errors_are_those_of_cuflash_attention():
+    q, k, v = draw()
+    with pytest.raises(ValueError, match="softcap must be positive"):
+        attention(q, k, v, softcap=-1.0)
+
+
+def test_training_one_head_lowers_the_loss():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 1, 12, 8, generator=generator)
+    target = torch.from_numpy(np.roll(x.numpy(), 1, axis=2))
+    weights = [torch.randn(8, 8, generator=generator).div(3).requires_grad_() for _ in "qkv"]
+    optimizer = torch.optim.Adam(weights, lr=0.05)
+    losses = []
+    for _ in range(60):
+        loss = (attention(*(x @ w for w in weights)) - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
