@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from cuflash import tuned
 from cuflash.config import (
+    AMPERE,
     HOPPER,
     MmaConfig,
     NumpyConfig,
@@ -195,8 +196,8 @@ def why_not_wgmma_here(problem: Problem, device: DeviceInfo) -> str | None:
 def why_not_mma_by_default(spec: Spec, device: DeviceInfo) -> str | None:
     """Why the tensor-core family does not serve `spec`, or not best; None where it does."""
     crowded = spec.mask and spec.bias is not None and spec.softcap and max(spec.d, spec.d_v) > 128
-    if spec.dtype == "float32" and crowded:
-        return "float32 of such head dims with mask, bias and softcap together would spill registers"
+    if crowded and (spec.dtype == "float32" or device.compute_capability < AMPERE):
+        return f"{spec.dtype} of such head dims with mask, bias and softcap together would spill registers"
     return why_not_mma(spec, device)
 
 

@@ -106,6 +106,13 @@ def test_tickets_are_drawn_by_any_number_of_blocks(options, blocks):
     check(case, BackwardWgmmaConfig(64), schedule, blocks)
 
 
+@pytest.mark.parametrize("schedule", [SCHEDULES[0], SCHEDULES[2], ADVERSARIES[-1]], ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_tiles_of_keys_that_no_row_sees_get_zeros(dtype, schedule):
+    case = Case("unseen", n=(1, 900), d=(16, 16), heads=(1, 1), batch=(1,), dtype=dtype, options={"causal": "top-left"})
+    check(case, BackwardWgmmaConfig(64, k_stages=2), schedule, blocks=1)
+
+
 @pytest.mark.parametrize("id", ["plain", "causal", "window"])
 def test_bits_do_not_depend_on_the_schedule(id):
     case, config = PROBLEMS[id]

@@ -272,7 +272,11 @@ MUTANTS = [
         *(SOFTMAX, "m[r] = max_of(m[r], __shfl_xor_sync(0xffffffff, m[r], step));", "m[r] += 0;", ("ramp",)),
     ),
     Mutant(
-        "raised-in-some-lanes-of-a-row", SOFTMAX, "rises |= __shfl_xor_sync(0xffffffff, rises, step);", "", ("ramp",)
+        "raised-in-some-lanes-of-a-row",
+        SOFTMAX,
+        "rises |= __shfl_xor_sync(0xffffffff, rises, step);",
+        "",
+        ("dominated",),
     ),
     Mutant("all-rows-raised", SOFTMAX, "does = rises >> r & 1;", "does = true;", ("dominated",)),
     Mutant("never-raised-again", SOFTMAX, "fmaf(largest, c, -offset[r]) > kSlack", "largest == kInfinity", ("ramp",)),
