@@ -179,6 +179,11 @@ def why_no_backward_maps(problem: BackwardProblem) -> str | None:
     return why_no_map("dout", problem.spec.dtype, problem.forward.n_q, strides)
 
 
+# The family is about twice as fast as mma. In the emulator dK of one of 195 problems is 1.2 times what the rule of
+# exactness allows, and its GPU tests have not all passed: until both are mended, it is not the default.
+BY_REQUEST = "it is not yet the default; config=BackwardWgmmaConfig(...) asks for it"
+
+
 def choose_backward(problem: BackwardProblem, device: DeviceInfo | None, config: object = None) -> BackwardChoice:
     """Family and configuration for `problem` on `device` (None: the CPU).
 
@@ -197,11 +202,7 @@ def choose_backward(problem: BackwardProblem, device: DeviceInfo | None, config:
     ruled_out = {"numpy": "the arrays are in the memory of a GPU"}
     if config is None:
         not_wgmma = why_not_backward_wgmma_by_default(problem.spec, device) or why_no_backward_maps(problem)
-        if not_wgmma is None:
-            others = dict.fromkeys(("mma", "simt"), "wgmma serves the call")
-            hopper = backward_wgmma_default(problem.spec, device)
-            return BackwardChoice("wgmma", hopper, "default", {**ruled_out, **others})
-        ruled_out["wgmma"] = not_wgmma
+        ruled_out["wgmma"] = not_wgmma or BY_REQUEST
         not_mma = why_not_backward_mma_by_default(problem.spec, device)
         if not_mma is None:
             others = {**ruled_out, "simt": "tensor cores serve the call"}

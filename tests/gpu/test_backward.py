@@ -13,8 +13,13 @@ from device_arrays import call_on_device, on_device, poisoned_memory
 
 import cuflash
 from cuflash import backward, compiler
-from cuflash.backward_plan import backward_simt_default
-from cuflash.device import known_device
+from cuflash.backward_plan import (
+    backward_simt_default,
+    backward_wgmma_default,
+    why_no_backward_maps,
+    why_not_backward_wgmma_by_default,
+)
+from cuflash.device import current_device, known_device
 
 cupy = pytest.importorskip("cupy")
 
@@ -67,6 +72,15 @@ def test_case_with_simt_tiles(case):
     arrays = {name: on_device(x) for name, x in make_call(case).items()}
     planned = cuflash.explain_backward(**arrays, **case.options)
     run(case, config=backward_simt_default(planned.problem.spec, known_device("sm_90")))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_case_with_hopper_tiles(case):
+    arrays = {name: on_device(x) for name, x in make_call(case).items()}
+    problem, device = cuflash.explain_backward(**arrays, **case.options).problem, current_device()
+    if reason := why_not_backward_wgmma_by_default(problem.spec, device) or why_no_backward_maps(problem):
+        pytest.skip(reason)
+    run(case, config=backward_wgmma_default(problem.spec, device))
 
 
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[case.id for case in CASES])
