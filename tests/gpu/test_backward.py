@@ -19,7 +19,7 @@ from cuflash.backward_plan import (
     why_no_backward_maps,
     why_not_backward_wgmma_by_default,
 )
-from cuflash.device import current_device, known_device
+from cuflash.device import device_info, known_device
 
 cupy = pytest.importorskip("cupy")
 
@@ -77,7 +77,7 @@ def test_case_with_simt_tiles(case):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_case_with_hopper_tiles(case):
     arrays = {name: on_device(x) for name, x in make_call(case).items()}
-    problem, device = cuflash.explain_backward(**arrays, **case.options).problem, current_device()
+    problem, device = cuflash.explain_backward(**arrays, **case.options).problem, device_info(cupy.cuda.Device().id)
     if reason := why_not_backward_wgmma_by_default(problem.spec, device) or why_no_backward_maps(problem):
         pytest.skip(reason)
     run(case, config=backward_wgmma_default(problem.spec, device))
