@@ -249,21 +249,21 @@ def _run_on_several(plan: Plan, report: Report | None) -> Iterator[Result]:
     running = len(processes)
     try:
         while running:
+            message: dict[str, Any] | None = {}
             try:
                 index, message = messages.get()
-            except KeyboardInterrupt:
+                if message and "event" in message and report is not None:
+                    report(Event.from_json(message["event"]))
+            except KeyboardInterrupt:  # whatever was going on; a message that has come is not lost
                 if interrupted.is_set():
                     raise
                 interrupted.set()
                 for process in processes:
                     process.interrupt()
-                continue
             if message is None:
                 running -= 1
             elif "fatal" in message:
                 faults[index] = message["fatal"]
-            elif "event" in message and report is not None:
-                report(Event.from_json(message["event"]))
             elif "result" in message and (result := Result.from_json(message["result"])).workload not in found:
                 found.add(result.workload)
                 yield result
