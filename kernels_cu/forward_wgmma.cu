@@ -246,12 +246,7 @@ struct Consumer {
   // S_j = Q K_j^T, then its softmax, while O += P V of the tile before runs, if there is one (kPending): if K_j is the first of its
   // rows (kFirst), that is the last product of the rows before, whose O is stored.
   template <bool kFirst, bool kPending> __device__ __forceinline__ void step(const RowTile& rows_before) {
-    constexpr bool kMayRepair = kSpeculative && !kFirst;  // needs K_j and Q once more
     constexpr bool kMayBeCut = kFirst || kPassesOver || kMask;
-    const auto release_k = [&] {
-      arrive(shared.empty_k(k_ring.slot));
-      mbarrier_arrive_if(shared.empty_q(q_ring.slot, warpgroup), lane == 0 && j == work.tiles.first);
-    };
 
     mbarrier_wait(shared.full_k(k_ring.slot), k_ring.parity);
     begin_turn();
@@ -266,7 +261,8 @@ struct Consumer {
 
     wgmma_wait_group<kPending ? 1 : 0>();
     pin(s);
-    if constexpr (!kMayRepair) release_k();
+    arrive(shared.empty_k(k_ring.slot));
+    mbarrier_arrive_if(shared.empty_q(q_ring.slot, warpgroup), lane == 0 && j == work.tiles.first);
     const Rows done = rows;
     if constexpr (kFirst) rows = Rows{};
     finish_scores_of_tile<kMayBeCut>(s, 0);
@@ -293,15 +289,14 @@ struct Consumer {
       pack_p(p, s);
       if (raised) Rows::rescale(o, factor);
     }
-    if constexpr (kMayRepair) {
+    if constexpr (kSpeculative && !kFirst)
       if (rows.may_be_outgrown(sum))
         rows.repair(s, sum, p, o, c, [&](float (&part)[kPartKeys / 2], i32 key) {
-          const u32 q = shared.q(q_ring.slot, warpgroup), k = shared.k(k_ring.slot);
-          multiply_q_k_again(part, q, k + key * kPanelRowBytes, warp, lane);
+          multiply_q_k_again(part, a.p, work.rows, j * kBc + key, lane);
+          if (kFolded && a.p.scale_log2 < 0)  // as Q had it
+            for (float& x : part) x = -x;
           finish_scores_of_tile<kMayBeCut>(part, key);
         });
-      release_k();
-    }
     rows.add(sum);
     if (kSpeculative && !rows.speculates && work.tiles.whole(j)) rows.decide_on_trust();
     if (kKvLengths && kFirst) {

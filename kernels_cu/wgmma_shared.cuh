@@ -2,10 +2,6 @@
 // for them and the warpgroups that multiply them.
 #pragma once
 
-struct RowTile {
-  i32 row0, head, batch;
-};
-
 // What the producer tells a warpgroup about its rows.
 struct alignas(16) RowWork {
   RowTile rows;

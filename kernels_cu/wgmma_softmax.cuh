@@ -16,7 +16,7 @@ constexpr float kLost = 0x1p100f;    // such a sum is as good as infinite: the f
 constexpr float kFar = 1024;         // of references in log2 units: beyond it, the rounding of c m would show in P
 constexpr float kLargest = 3.4028234664e38f;
 constexpr i32 kRepairs = kSpeculative ? 4 : 0;
-constexpr i32 kPartKeys = kBc % 32 == 0 ? 32 : 16;  // of a tile, whose scores are computed again at a time
+constexpr i32 kPartKeys = 16;        // of a tile, whose scores are computed again at a time
 
 // c. Where the scale is folded into it, its sign, and a scale of 0, are Q's.
 __device__ __forceinline__ float softmax_factor(const Params& p) {
@@ -93,28 +93,39 @@ struct Rows {
   __device__ __forceinline__ float offset(i32 row, float c) const { return is_near(row, c) ? m[row] * c : 0; }
   __device__ __forceinline__ float shift(i32 row, float c) const { return is_near(row, c) || m[row] == -kInfinity ? 0 : m[row]; }
 
+  // A far reference is no guess that is worth trusting.
+  __device__ __forceinline__ void note_if_far(i32 row, float c) {
+    if (m[row] != -kInfinity && !is_near(row, c)) repairs_left[row] = 0;
+  }
   // Moves a row's reference; returns the factor by which what was summed so far must be multiplied.
   __device__ __forceinline__ float move(i32 row, float to, float c) {
     const bool first = m[row] == -kInfinity;  // nothing was summed
     const float old_offset = offset(row, c), old_shift = shift(row, c);
     m[row] = to;
-    if (!is_near(row, c)) repairs_left[row] = 0;
+    note_if_far(row, c);
     return first ? 1 : exp2_of(fmaf(old_shift - shift(row, c), c, old_offset - offset(row, c)));
   }
   __device__ __forceinline__ void vote_on_near(float c) { all_near = !__any_sync(0xffffffff, shift(0, c) != 0 || shift(1, c) != 0); }
+  // After a tile that all rows saw whole
   __device__ __forceinline__ void decide_on_trust() {
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) checked_from[r] = repairs_left[r] > 0 && m[r] != -kInfinity ? 1 : kInfinity;
-    speculates = kSpeculative && !__any_sync(0xffffffff, !trusts(0) || !trusts(1));
+    vote_on_speculation();
   }
+  // After repairs, which give no row a trust that it did not have
+  __device__ __forceinline__ void withdraw_trust() {
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r)
+      if (repairs_left[r] == 0) checked_from[r] = kInfinity;
+    vote_on_speculation();
+  }
+  __device__ __forceinline__ void vote_on_speculation() { speculates = kSpeculative && !__any_sync(0xffffffff, !trusts(0) || !trusts(1)); }
 
   // The references of rows that have none yet: the maximum of their first tile
   __device__ __forceinline__ void begin(float (&s)[kSRegisters], float c, float (&offset_of)[2]) {
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) m[r] = row_max(s, r, -kInfinity);
-#pragma unroll
-    for (i32 r = 0; r < 2; ++r)
-      if (!is_near(r, c)) repairs_left[r] = 0;
+    for (i32 r = 0; r < 2; ++r) note_if_far(r, c);
     vote_on_near(c);
     if (!all_near) subtract_shift(s, c);
 #pragma unroll
@@ -244,7 +255,7 @@ struct Rows {
       }
     }
     vote_on_near(c);
-    decide_on_trust();
+    withdraw_trust();
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) l[r] *= factor[r];
     rescale(o, factor);

@@ -5,6 +5,9 @@ constexpr i32 kSRegisters = kBc / 2, kPRegisters = kBc / 4, kORegisters = kDv / 
 
 static_assert(kBc % kStep == 0 && kBc <= 256, "a wgmma is 16 deep in P V and up to 256 keys wide in Q K^T");
 
+struct RowTile {
+  i32 row0, head, batch;
+};
 using QTile = PanelTile<kWarpgroupRows, kD>;  // of one warpgroup
 using KTile = PanelTile<kBc, kD>;
 using VTile = PanelTile<kBc, kDv>;
@@ -24,26 +27,33 @@ __device__ __forceinline__ void issue_p_v(float (&o)[kORegisters], const u32 (&p
   wgmma_commit_group();
 }
 
-// S = Q K^T of one warp's rows and 2 n keys once more, by the warp itself and slowly, with mma.sync. `k` is where these keys start.
-template <i32 n> __device__ __forceinline__ void multiply_q_k_again(float (&s)[n], u32 q, u32 k, i32 warp, i32 lane) {
+// The elements `column` and `column` + 1 of row `row` of a matrix, and zeros beyond it, as TMA fills them in. Without branches, which would
+// cost the main loop its uniform registers.
+__device__ __forceinline__ u32 load_pair(const Element* matrix, i64 stride, i32 row, i32 rows, i32 column, i32 columns) {
+  const auto* const x = reinterpret_cast<const unsigned short*>(matrix + min(row, rows - 1) * stride);
+  const u32 pair = x[min(column, columns - 1)] | static_cast<u32>(x[min(column + 1, columns - 1)]) << 16;
+  return row >= rows || column >= columns ? 0 : column + 1 < columns ? pair : pair & 0xffff;
+}
+
+// S = Q K^T of the rows of a warp and 2 n keys from `key` on once more, by the warp itself with mma.sync, and slowly: from device memory,
+// since the tiles in shared memory are others' by now. of.row0 and of.row0 + 8 are the lane's rows.
+template <i32 n> __device__ __forceinline__ void multiply_q_k_again(float (&s)[n], const Params& p, const RowTile& of, i32 key, i32 lane) {
+  const Element* const q = p.q + of.batch * p.q_batch + of.head * p.q_head;
+  const Element* const k = p.k + of.batch * p.k_batch + of.head / p.group * p.k_head;
 #pragma unroll
   for (i32 i = 0; i < n; ++i) s[i] = 0;
-  const i32 q_row = 16 * warp + lane % 16, k_row = lane / 16 * kBlock + lane % 8;
 #pragma unroll 1
   for (i32 step = 0; step < kD / kStep; ++step) {
+    const i32 column = kStep * step + 2 * (lane % 4);
     u32 a[4];
-    ldmatrix_x4(a, q + QTile::offset(q_row, 2 * step + lane / 16));
-    const u32 b_address = k + KTile::offset(k_row, 2 * step + lane / 8 % 2);
 #pragma unroll
-    for (i32 keys = 0; keys < 2 * n; keys += 16) {
-      u32 b[4];
-      ldmatrix_x4(b, b_address + keys * kPanelRowBytes);
+    for (i32 i = 0; i < 4; ++i) a[i] = load_pair(q, p.q_row, of.row0 + 8 * (i % 2), p.n_q, column + kBlock * (i / 2), p.d);
 #pragma unroll
-      for (i32 half = 0; half < 2; ++half) {
-        const u32 b_half[2] = {b[2 * half], b[2 * half + 1]};
-        mma_m16n8k16(*reinterpret_cast<float(*)[4]>(s + keys / 2 + 4 * half), a, b_half, Element{});
-      }
+    for (i32 block = 0; block < n / 4; ++block) {
+      u32 b[2];
+#pragma unroll
+      for (i32 i = 0; i < 2; ++i) b[i] = load_pair(k, p.k_row, key + kBlock * block + lane / 4, p.n_k, column + kBlock * i, p.d);
+      mma_m16n8k16(*reinterpret_cast<float(*)[4]>(s + 4 * block), a, b, Element{});
     }
   }
-  __syncwarp();  // all lanes have read K before one of them releases it
 }

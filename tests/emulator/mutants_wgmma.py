@@ -37,7 +37,7 @@ SHARED, STORE = "wgmma_shared.cuh", "wgmma_store.cuh"
 PANELS, RING = "wgmma_panels.cuh", "wgmma_ring.cuh"
 WAIT_FOR_S = "    wgmma_wait_group<kPending ? 1 : 0>();\n    pin(s);\n"
 WAIT_FOR_O = "      wgmma_wait_group<0>();\n      pin(o);\n"
-RELEASE_K = "    if constexpr (!kMayRepair) release_k();\n"
+RELEASE_K = "    arrive(shared.empty_k(k_ring.slot));\n    mbarrier_arrive_if(shared.empty_q"
 RELEASE_V = (
     "    if constexpr (kPending) {\n      arrive(shared.empty_v(v_ring.slot));\n"  # where that no longer stands before
 )
@@ -45,11 +45,14 @@ TELL_ROWS = "      *shared.row_work(q_ring.slot, w) = work;\n"
 REPAIR = "      if (rows.may_be_outgrown(sum))\n"
 MUTANTS = [
     # ---- tiles that are released too early, or read too early ----
-    Mutant("k-released-before-its-product", KERNEL, WAIT_FOR_S + RELEASE_K, RELEASE_K + WAIT_FOR_S, ("plain",)),
     Mutant(
-        "k-released-before-it-is-read-again",
-        *(KERNEL, REPAIR, "      release_k();\n" + REPAIR, ("soaring",)),
-        also=(("      release_k();\n    }\n    rows.add", "    }\n    rows.add"),),
+        "k-released-before-its-product",
+        *(
+            KERNEL,
+            WAIT_FOR_S + RELEASE_K,
+            "    arrive(shared.empty_k(k_ring.slot));\n" + WAIT_FOR_S + "    mbarrier_arrive_if(shared.empty_q",
+            ("plain",),
+        ),
     ),
     Mutant(
         "v-released-before-its-product",
@@ -183,6 +186,9 @@ MUTANTS = [
         "if (false)",
         ("soaring",),
     ),
+    Mutant("lost-scores-of-other-keys", KERNEL, "j * kBc + key, lane)", "j * kBc, lane)", ("soaring",)),
+    Mutant("lost-scores-of-other-rows", TILE, "of.row0 + 8 * (i % 2)", "of.row0", ("soaring",)),
+    Mutant("lost-scores-of-the-other-sign", KERNEL, "a.p.scale_log2 < 0)  // as", "false)  // as", ("soaring",)),
     Mutant("coarse-reference", SOFTMAX, "fabsf(m[row] * c) < kFar", "fabsf(m[row] * c) < 1e30f", ("hot",)),
     Mutant("l-of-one-lane", STORE, "sum_over_quad(rows.l[r])", "rows.l[r]", ("plain",)),
     Mutant("lse-of-base-2", SOFTMAX, " * static_cast<Lse>(kLn2) + log_of", " + log_of", ("plain",)),
