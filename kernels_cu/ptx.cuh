@@ -66,8 +66,6 @@ __device__ __forceinline__ u32 prmt(u32 x, u32 y, u32 selector) {
   return z;
 }
 
-// ---- shared memory ----
-// An address in shared memory, as the instructions below take it
 // blockIdx.x, read anew each time: so that what follows from it needs no registers from one use to the next
 __device__ __forceinline__ u32 block_index() {
   u32 index;
@@ -75,17 +73,13 @@ __device__ __forceinline__ u32 block_index() {
   return index;
 }
 
+// ---- shared memory ----
+// An address in shared memory, as the instructions below take it
 __device__ __forceinline__ u32 smem_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }
 
-// Asynchronous copies from device to shared memory: the first `bytes` of them, then zeros
+// Asynchronous copies of 16 bytes from device to shared memory: the first `bytes` of them, then zeros
 __device__ __forceinline__ void cp_async_16(u32 smem, const void* global, u32 bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(smem), "l"(global), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void cp_async_8(u32 smem, const void* global, u32 bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(smem), "l"(global), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void cp_async_4(u32 smem, const void* global, u32 bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(smem), "l"(global), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending> __device__ __forceinline__ void cp_async_wait_group() {  // until at most kPending groups are under way
@@ -99,22 +93,10 @@ __device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], u32 address) {
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address));
 }
-__device__ __forceinline__ void ldmatrix_x2(u32 (&r)[2], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(address));
-}
-__device__ __forceinline__ void ldmatrix_x1(u32& r, u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(r) : "r"(address));
-}
 __device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address));
-}
-__device__ __forceinline__ void ldmatrix_x2_trans(u32 (&r)[2], u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(address));
-}
-__device__ __forceinline__ void ldmatrix_x1_trans(u32& r, u32 address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];" : "=r"(r) : "r"(address));
 }
 
 // The reverse of ldmatrix
@@ -187,7 +169,7 @@ __device__ __forceinline__ void tma_prefetch_4d(const TensorMap* map, i32 x, i32
 __device__ __forceinline__ void prefetch_tensormap(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 
 // Bulk copies of whole 16-byte vectors. The one to shared memory reports its bytes to a barrier; those from there are waited for by the
-// thread that issued them, in groups: until at most kPending groups still read shared memory, or are not yet done in device memory.
+// thread that issued them, in groups: until at most kPending groups are not yet done in device memory.
 __device__ __forceinline__ void bulk_load(u32 smem, const void* global, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem), "l"(global), "r"(bytes),
                "r"(barrier)
@@ -200,9 +182,6 @@ __device__ __forceinline__ void bulk_add_f32(float* global, u32 smem, u32 bytes)
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global), "r"(smem), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-template <i32 kPending> __device__ __forceinline__ void bulk_wait_group_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
-}
 template <i32 kPending> __device__ __forceinline__ void bulk_wait_group() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
@@ -217,6 +196,13 @@ __device__ __forceinline__ u32 thread_index_again() {
   u32 x;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
   return x;
+}
+
+// x, of which the compiler knows nothing: what follows from it is worked out where it is used, rather than kept in registers
+__device__ __forceinline__ u32 opaque(u32 x) {
+  u32 y;
+  asm volatile("mov.b32 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
 }
 
 // Counters in device memory, by which blocks tell each other what they have done

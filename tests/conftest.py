@@ -1,5 +1,7 @@
 """What all tests share: a cubin cache of their own, and the reason for which tests that need a GPU skip."""
 
+import functools
+import gc
 import os
 import shutil
 import tempfile
@@ -31,17 +33,28 @@ def pytest_unconfigure(config):
         shutil.rmtree(config.stash[CACHE], ignore_errors=True)
 
 
-def pytest_collection_modifyitems(config, items):
-    """Mark what stands in tests/gpu, and skip what is marked where there is no GPU."""
-    for item in items:
-        if config.rootpath / "tests" / "gpu" in item.path.parents:
-            item.add_marker(pytest.mark.gpu)
-    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
-    if gpu_items and (why := why_no_gpu()):
-        for item in gpu_items:
-            item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {why}"))
+class ModuleForGpu(pytest.Module):
+    """A file of tests/gpu: imported everywhere, so that it is known to be sound; its tests exist where a GPU is."""
+
+    def collect(self):
+        if self.obj and (why := why_no_gpu()):
+            pytest.skip(f"needs a GPU: {why}", allow_module_level=True)
+        return super().collect()
 
 
+def pytest_pycollect_makemodule(module_path, parent):
+    if module_path.parent.name != "gpu":
+        return None
+    module = ModuleForGpu.from_parent(parent, path=module_path)
+    module.add_marker(pytest.mark.gpu)
+    return module
+
+
+def pytest_collection_finish():
+    gc.freeze()  # thousands of tests, which every collection of garbage would look through
+
+
+@functools.cache
 def why_no_gpu():
     from cuflash.machine import why_no_gpu
 

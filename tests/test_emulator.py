@@ -22,6 +22,7 @@ from emulator import (
     launch,
     why_no_emulator,
 )
+from emulator.values import floats, sum_error
 
 pytestmark = pytest.mark.skipif(why_no_emulator() is not None, reason=str(why_no_emulator()))
 
@@ -29,7 +30,6 @@ EMULATOR = Path(__file__).parent / "emulator"
 UNITS = {"units.cu": (EMULATOR / "units.cu").read_text()}
 ORDERS: tuple[Any, ...] = ("forward", "reverse")
 TIMES: tuple[Any, ...] = ("at_issue", "at_last", "at_random")
-rng = np.random.default_rng(7)
 each_schedule = pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 each_time = pytest.mark.parametrize("schedule", [Schedule(asynchronous=time, seed=3) for time in TIMES], ids=str)
 
@@ -51,6 +51,7 @@ def launch_unit(
     schedule: Schedule = SCHEDULES[0],
     watched: bool = True,
     writes: Any = "once",
+    sum_bits: int = 0,
 ) -> tuple[Any, Statistics]:
     """Run a kernel of units.cu on the array `given`; the array that it fills, shaped as `result`, and what it did."""
     arrays = Array("in", given), Array("out", result, writes)
@@ -58,17 +59,13 @@ def launch_unit(
     statistics = launch(
         unit(name),
         **{"grid": grid, "threads": threads, "params": params, "arrays": arrays, "shared_bytes": shared_bytes},
-        **{"schedule": schedule, "watched": watched},
+        **{"schedule": schedule, "watched": watched, "sum_bits": sum_bits},
     )
     return arrays[1].values, statistics
 
 
 def run(name: str, given: Any, result: Any, n: int = 0, **options: Any) -> Any:
     return launch_unit(name, given, result, n, **options)[0]
-
-
-def floats(*shape: int) -> Any:
-    return rng.standard_normal(shape, np.float32)
 
 
 def exchanged(given: Any, distance: int) -> Any:
@@ -99,7 +96,7 @@ def test_shared_memory_can_be_reused_after_a_barrier(schedule):
 
 
 def test_neighbours_may_write_the_halves_of_one_word():
-    given = rng.integers(0, 1 << 16, 128, np.uint16)
+    given = np.random.default_rng(7).integers(0, 1 << 16, 128, np.uint16)
     assert np.array_equal(run("halves_of_a_word", given, given), given)
 
 
@@ -337,12 +334,12 @@ def test_shuffles_move_values_as_cuda_does(schedule):
 
 
 def test_shuffles_move_64_bits():
-    given = rng.standard_normal(32)
+    given = floats(32).astype(np.float64) / 3
     assert np.array_equal(run("shuffle_of_doubles", given, given, threads=32), exchanged(given, 1))
 
 
 def test_votes_count_every_lane():
-    odd = rng.integers(0, 2, 32, np.int32)
+    odd = np.random.default_rng(7).integers(0, 2, 32, np.int32)
     ballot, some, every = run("votes", odd, np.zeros((3, 32), np.uint32), threads=32)
     assert set(ballot) == {sum(1 << i for i in range(32) if odd[i])}
     assert set(some) == {1}
@@ -380,7 +377,7 @@ WRONG_COPIES = {
     "copies_without_barrier_after_wait": "has not waited for|without a barrier between|nothing was written",
     "copies_without_barrier_at_end": "has not waited for|without a barrier between",
     "copy_left_alone": r"leaves the kernel without waiting for its cp\.async issued at units\.cu",
-    "copy_from_outside": "reads 8 bytes outside every array",
+    "copy_from_outside": "reads 16 bytes outside every array",
 }
 
 
@@ -410,12 +407,11 @@ def test_wrong_copies_change_numbers_under_some_schedule_even_unwatched(name):
 
 
 def test_ldmatrix_hands_out_matrices_and_their_transposes():
-    given = rng.integers(0, 1 << 16, (16, 16), np.uint16)
-    words = run("matrices", given, np.zeros((14, 32), np.uint32), threads=32)
+    given = np.random.default_rng(7).integers(0, 1 << 16, (16, 16), np.uint16)
+    words = run("matrices", given, np.zeros((8, 32), np.uint32), threads=32)
     parts = [given[:8, :8], given[8:, :8], given[:8, 8:], given[8:, 8:]]
-    order = [(0, False), (0, True), (0, False), (1, False), (0, True), (1, True)]
-    order += [(i, transposed) for transposed in (False, True) for i in range(4)]
-    for word, (part, transposed) in zip(words, order, strict=True):
+    order = product((False, True), range(4))
+    for word, (transposed, part) in zip(words, order, strict=True):
         matrix = parts[part].T if transposed else parts[part]
         assert np.array_equal(np.ascontiguousarray(word).view(np.uint16).reshape(8, 8), matrix)
 
@@ -431,11 +427,33 @@ def test_ldmatrix_hands_out_matrices_and_their_transposes():
     ],
 )
 def test_mma_multiplies_matrices(name, k, rounded):
-    a, b, d = floats(16, k), floats(8, k), floats(16, 8)
-    result, statistics = launch_unit(name, np.concatenate([a.ravel(), b.ravel(), d.ravel()]), floats(16, 8), threads=32)
-    exact = d + rounded(a).astype(np.float64) @ rounded(b).astype(np.float64).T
-    np.testing.assert_allclose(result, exact, rtol=0, atol=2e-6)
+    a, b, d = floats(16, k, seed=1), floats(8, k, seed=2), floats(16, 8, seed=3)
+    result, statistics = launch_unit(name, np.concatenate([a.ravel(), b.ravel(), d.ravel()]), d, threads=32)
+    a, b = rounded(a).astype(np.float64), rounded(b).astype(np.float64)
+    assert (abs(result - (d + a @ b.T)) <= sum_error(k, abs(d) + abs(a) @ abs(b.T))).all()
     assert statistics.multiplications == 1
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(
+    ("sum_bits", "before", "term", "terms", "expected"),
+    [
+        (24, 1, 2**-24, 16, 1),  # each is cut off
+        (26, 1, 2**-24, 16, 1 + 2**-20),
+        (26, 2**-12, 1, 1, 1 + 2**-12),  # the largest is a product
+        (26, 1, 1.75 * 2**-23, 1, 1 + 2**-23),  # the sum is cut off
+        (0, 1, 1.75 * 2**-23, 1, 1 + 2**-22),
+        (24, 0, 0, 16, 0),
+        (24, np.inf, 1, 16, np.inf),
+        (24, 1, np.inf, 1, np.inf),
+    ],
+)
+def test_tensor_cores_cut_off_what_they_add(sum_bits, before, term, terms, expected, sign):
+    a, b, d = (np.zeros(shape, np.float32) for shape in ((16, 16), (8, 16), (16, 8)))
+    a[:, :terms], b[:, :terms], d[...] = sign * term * 2**12, 2**-12, sign * before
+    given = np.concatenate([a.ravel(), b.ravel(), d.ravel()])
+    result, _ = launch_unit("m16n8k16_f16", given, d, threads=32, sum_bits=sum_bits)
+    assert (result == sign * expected).all()
 
 
 # ---- numbers ----
@@ -457,7 +475,7 @@ def all_kinds_of_floats() -> Any:
     with np.errstate(all="ignore"):
         halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32).view(np.uint32)
         near = [(halves + np.uint32(step)).view(np.float32) for step in (0, 1, 0xFFF, 0x1000, 0x1001, 0xFFFFFFFF)]
-    bits = rng.integers(0, 1 << 32, 1 << 16, np.uint32).view(np.float32)
+    bits = np.random.default_rng(7).integers(0, 1 << 32, 1 << 16, np.uint32).view(np.float32)
     return np.concatenate([bits, *near])
 
 
@@ -523,6 +541,14 @@ def test_every_function_of_the_gpu_header_has_a_twin():
     gpu, twin = (declarations(text) for text in (kernel_texts()["ptx.cuh"], (EMULATOR / "ptx.cuh").read_text()))
     assert gpu
     assert gpu - twin == set()
+
+
+def test_every_function_of_the_gpu_header_is_used_by_a_kernel():
+    header, *others = sorted(kernel_texts(), key=lambda name: name != "ptx.cuh")
+    used = set(re.findall(r"\w+", "".join(kernel_texts()[name] for name in others)))
+    names = {name for _, name, _ in declarations(kernel_texts()[header])}
+    assert "ldmatrix_x4" in names & used
+    assert names - used == set()
 
 
 def test_every_type_and_macro_of_the_gpu_header_has_a_twin():

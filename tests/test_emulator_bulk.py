@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 from emulator import SCHEDULES, Array, EmulatorError, Kernel, Schedule, build, launch, why_no_emulator
+from emulator.values import floats
 
 pytestmark = pytest.mark.skipif(why_no_emulator() is not None, reason=str(why_no_emulator()))
 
 UNITS = {"units_bulk.cu": (Path(__file__).parent / "emulator" / "units_bulk.cu").read_text()}
 each_schedule = pytest.mark.parametrize("schedule", [*SCHEDULES, Schedule("reverse", asynchronous="at_last")], ids=str)
-rng = np.random.default_rng(8)
 
 
 @functools.cache
@@ -29,10 +29,6 @@ def run(name: str, given: Any, schedule: Schedule = SCHEDULES[0], threads: int =
     params = struct.pack("<3Qi4x", *(array.address for array in own), given.size)
     launch(unit(name), grid=grid, threads=threads, params=params, arrays=own, shared_bytes=16 << 10, schedule=schedule)
     return own[1].values
-
-
-def floats(n: int) -> Any:
-    return rng.standard_normal(n).astype(np.float32)
 
 
 @each_schedule

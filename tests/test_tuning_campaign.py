@@ -2,6 +2,7 @@
 
 import collections
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -15,13 +16,14 @@ from optuna.trial import TrialState
 from synthetic import CAUSAL, small_table, synthetic_table
 
 from cuflash import cli, tuned
+from cuflash.backward_plan import choose_backward
 from cuflash.device import known_device
 from cuflash.tuning import campaign, command, record, session, study
 from cuflash.tuning.processes import Machine, Worker
 from cuflash.tuning.session import GpuTarget, Session, seeds_for
 from cuflash.tuning.space import Space
 from cuflash.tuning.table import read_table, write_table
-from cuflash.tuning.workload import Workload, preset
+from cuflash.tuning.workload import Workload, preset, with_gradients
 from cuflash.winner import Measurement, Winner, key_of
 
 HOST_WORKER = Path(__file__).with_name("host_worker.py")
@@ -69,7 +71,21 @@ def assert_all_measured_once(trials):
         assert len(finished) == len(set(finished)), name
 
 
-def test_two_processes_share_the_work_of_one_study(sweeps, journal):
+TOGETHER = """
+import os, pathlib, sys, time
+from cuflash.tuning import campaign, worker
+ready = pathlib.Path(sys.argv[1])
+(ready / str(os.getpid())).touch()
+while len(list(ready.iterdir())) < 2:
+    time.sleep(0.01)
+worker.main({"tune": campaign.answer})
+"""
+
+
+def test_two_processes_share_the_work_of_one_study(sweeps, journal, tmp_path, monkeypatch):
+    ready = tmp_path / "ready"
+    ready.mkdir()
+    monkeypatch.setattr(campaign, "COMMAND", (sys.executable, "-c", TOGETHER, str(ready)))  # none has a start
     results = list(campaign.carry_out(plan_of(sweeps, journal, devices=2, pace=0.05)))
     assert {result.workload for result in results} == set(WORKLOADS.values())
     trials = trials_of(journal)
@@ -179,11 +195,26 @@ def test_a_complete_run_is_not_repeated(sweeps, journal):
     assert [result.config for result in again] == [result.config for result in first]
 
 
-def test_a_budget_is_kept_and_shared_out(sweeps):
-    began = time.monotonic()
+class Clock:
+    """Time that passes only where one sleeps, however busy the machine is."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def monotonic(self):
+        return self.seconds
+
+    def sleep(self, seconds):
+        self.seconds += seconds
+
+
+def test_a_budget_is_kept_and_shared_out(sweeps, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(session, "time", clock)
+    monkeypatch.setattr("cuflash.tuning.table.time", clock)
     results = list(campaign.carry_out(plan_of(sweeps, pace=0.3, seconds=2.0)))
     assert len(results) == 3
-    assert time.monotonic() - began < 5
+    assert clock.seconds < 2.0 + 3 * 0.3  # a batch that was begun is ended
     assert all(16 <= result.evaluations < 60 for result in results)
 
 
@@ -194,6 +225,7 @@ def test_a_budget_is_kept_and_shared_out(sweeps):
 def host_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(Worker, "command", (sys.executable, str(HOST_WORKER)))
     monkeypatch.setattr(campaign, "device_info", lambda index: known_device("sm_90"))
+    monkeypatch.setattr(campaign.tempfile, "gettempdir", lambda: str(tmp_path))  # other tests tune "GPU 0" meanwhile
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")
 
@@ -253,6 +285,45 @@ def test_gpus_of_two_models_do_not_share_a_study(monkeypatch):
         campaign.tune([TINY], devices=[0, 1])
 
 
+def test_gradients_are_tuned_and_their_winner_is_kept_where_calls_find_it(host_gpu, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    gradients = TINY._replace(head_dim=(128, 128), backward=True)
+    (result,) = campaign.tune([gradients], budget="60s", compilers=1)
+    assert result.state == "tuned", result.note
+    device, problem = known_device("sm_90"), gradients.problem()
+    (found,) = tuned.candidates(key_of(problem, device))
+    assert found.stale is None
+    assert found.winner.config == result.config
+    assert (found.winner.kernel, result.config.b_c) == ("backward_simt", 8)
+    assert choose_backward(problem, device).config == found.winner.config
+    assert cli.main(["cache", "list"]) == 0
+    assert "float64 d128x128 right backward" in capsys.readouterr().out
+
+
+QUOTAS = {
+    "version 2": ({"cpu.max": "1600000 100000"}, 16),
+    "version 2, no limit": ({"cpu.max": "max 100000"}, math.inf),
+    "version 1": ({"cpu/cpu.cfs_quota_us": "250000", "cpu/cpu.cfs_period_us": "100000"}, 2.5),
+    "version 1, no limit": ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, math.inf),
+    "none": ({}, math.inf),
+    "nonsense": ({"cpu.max": "many"}, math.inf),
+}
+
+
+@pytest.mark.parametrize(("files", "quota"), QUOTAS.values(), ids=QUOTAS)
+def test_quota_of_a_container_is_read(files, quota, tmp_path):
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert campaign.processor_quota(tmp_path) == quota
+
+
+def test_a_processor_is_left_to_the_process_with_the_gpu(monkeypatch):
+    monkeypatch.setattr(campaign, "available_processors", lambda: 16)
+    assert [campaign.compilers_of_each(None, devices) for devices in (1, 2, 16)] == [15, 7, 1]
+    assert campaign.compilers_of_each(8, 2) == 4
+
+
 def test_seeds_are_the_winners_of_the_most_similar_calls(monkeypatch):
     def winner(workload, device="sm_90", **fields):
         space = Space.legal(workload.problem(), known_device(device), "wgmma")
@@ -260,7 +331,7 @@ def test_seeds_are_the_winners_of_the_most_similar_calls(monkeypatch):
         config = space.config(tuple(point.values()))
         key = key_of(workload.problem(), known_device(device))
         timing = Measurement(1.0, 1.0, 1, "2026-01-01T00:00:00Z", {})
-        return tuned.Found(Winner(key, config, tuned.current_provenance("wgmma"), timing), "tuned", None)
+        return tuned.Found(Winner(key, config, tuned.current_provenance("forward_wgmma"), timing), "tuned", None)
 
     wanted = Workload("bfloat16", 4, (16, 16), (4096, 4096), (128, 128), CAUSAL)
     far = winner(wanted._replace(head_dim=(64, 64), causal=None), b_c=96)
@@ -321,6 +392,15 @@ def test_shapes_make_one_workload():
     assert not workload.problem().spec.aligned
 
 
+def test_gradients_are_added_where_there_are_any():
+    words = "--heads 8 --seqlen 100 --head-dim 64 --causal --backward"
+    forward, backward = workloads_of(*words.split())
+    assert (forward.backward, backward) == (False, forward._replace(backward=True))
+    assert str(backward) == "bfloat16 1x8x100x64 causal backward"
+    assert workloads_of("--backward") == with_gradients(preset("llm"))
+    assert all(workload.seqlen[0] > 1 for workload in with_gradients(preset("llm")) if workload.backward)
+
+
 def test_presets_are_the_default():
     assert workloads_of() == preset("llm")
     assert workloads_of("--preset", "all") == preset("llm") + preset("vit") + preset("long")
@@ -332,6 +412,7 @@ def test_presets_are_the_default():
         ("--preset llm --heads 8 --seqlen 8 --head-dim 8", "preset and shapes"),
         ("--heads 8", "shapes need --seqlen and --head-dim too"),
         ("--causal", "need --heads"),
+        ("--replay sweep.json.gz --backward", "a replay is of what was recorded"),
         ("--heads 8 3 --seqlen 8 --head-dim 8", "multiple"),
         ("--heads 8 8 8 --seqlen 8 --head-dim 8", "one number or two"),
     ],
@@ -359,8 +440,9 @@ def test_compilers_and_gpu_processes_do_not_load_optuna():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_small_table_reads_back_as_it_was_written(tmp_path):
-    table = small_table()
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_small_table_reads_back_as_it_was_written(backward, tmp_path):
+    table = small_table(backward)
     write_table(tmp_path / "t.json.gz", table.workload, table.space, table.measurements)
     again = read_table(tmp_path / "t.json.gz")
     assert again.space.points == table.space.points

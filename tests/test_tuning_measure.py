@@ -53,6 +53,31 @@ def measured(space, machine, workload=WORKLOAD):
     return {space.config(measurement.point).b_c: measurement for measurement in found}
 
 
+BACKWARD = Workload("float32", 1, (2, 1), (400, 500), (16, 16), "bottom-right", backward=True)
+BACKWARD_FAULTS = {"b16": "wrong", "b48": "overrun", "b80": "overrun of the workspace", "b96": "wrong at full size"}
+
+
+def test_gradients_are_checked_and_timed_too(faults, machine):
+    faults(**BACKWARD_FAULTS)
+    space = Space.legal(BACKWARD.problem(), known_device("sm_90"), "simt")
+    axis, default = list(space.axes).index("b_c"), space.points[0]
+    columns = [int(name.removeprefix("b")) for name in BACKWARD_FAULTS] + [112]
+    points = [default, *((*default[:axis], b_c, *default[axis + 1 :]) for b_c in columns)]
+    axes = {**space.axes, "b_c": (*columns, space.default.b_c)}
+    found = measured(Space(space.problem, space.device, space.default, axes, points), machine, BACKWARD)
+    assert {b_c: m.status for b_c, m in found.items()} == {
+        space.default.b_c: "ok",
+        **dict.fromkeys(columns[:-1], "wrong"),
+        112: "ok",
+    }
+    assert [found[b_c].error.partition(" an ")[0] for b_c in columns[:2]] == [
+        "rows of dq from 0 on have",
+        "it writes beyond dq",
+    ]
+    assert found[80].error == "it writes beyond workspace"
+    assert found[96].error.startswith("at full size dq differs from the default's by")
+
+
 @pytest.fixture
 def machine():
     with Machine(0, 1) as machine:
@@ -105,7 +130,7 @@ def test_the_others_are_timed_against_the_default(with_bad_ones):
 
 def test_a_worker_that_says_nothing_is_killed(faults, machine, monkeypatch):
     faults(b32="silent")
-    monkeypatch.setattr("cuflash.tuning.measure.SILENCE_SECONDS", -9.0)  # and twice 5 s
+    monkeypatch.setattr("cuflash.tuning.measure.SILENCE_SECONDS", -3.0)  # and twice 3 s
     found = measured(space_of(16, 32), machine)
     assert found[32].status == "hang"
     assert found[16].status == "ok"
@@ -229,11 +254,11 @@ def test_silence_is_measured_from_the_last_message():
     talkative = (
         "import json, sys, time\n"
         "for line in sys.stdin:\n"
-        "    for i in range(4): time.sleep(0.3); print(json.dumps({'at': i}), flush=True)\n"
+        "    for i in range(6): time.sleep(0.5); print(json.dumps({'at': i}), flush=True)\n"
         "    print(json.dumps({'done': 1}), flush=True)\n"
     )
     child = Worker({}, command=(sys.executable, "-c", talkative))
     began = time.monotonic()
-    assert [message.get("at") for message in child.ask({}, 0.9)] == [0, 1, 2, 3, None]
-    assert time.monotonic() - began > 0.9
+    assert [message.get("at") for message in child.ask({}, 2.5)] == [0, 1, 2, 3, 4, 5, None]
+    assert time.monotonic() - began > 2.5
     child.close()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from cuflash.arrays import DTYPE_OF, describe, is_strided
-from cuflash.backward_config import BackwardConfig, BackwardWgmmaConfig
+from cuflash.backward_config import BackwardConfig, BackwardSimtConfig, BackwardWgmmaConfig
 from cuflash.backward_launch import ADDRESSES, make_parts, scratch, workspace
 from cuflash.backward_problem import BackwardProblem, read_backward_problem
 from cuflash.device import known_device
@@ -37,6 +37,7 @@ def gradients(
     *,
     return_dbias: bool = False,
     watched: bool = True,
+    sum_bits: int = 0,
     texts: Mapping[str, str] | None = None,
     architecture: str = "sm_90",
     blocks: int = BLOCKS,
@@ -73,7 +74,7 @@ def gradients(
                     texts,
                     stage.entry,
                     entries=entries,
-                    optimized=not is_wgmma,
+                    optimized=isinstance(config, BackwardSimtConfig),
                 )
                 with emulated_maps(kernel):
                     params = part.block(addresses, offsets, sizes)
@@ -86,6 +87,7 @@ def gradients(
                     shared_bytes=stage.shared_bytes,
                     schedule=schedule,
                     watched=watched,
+                    sum_bits=sum_bits,
                 )
     results = []
     for name, gradient in problem.gradients.items():

@@ -61,14 +61,14 @@ void bulk_write(void* global, u32 shared, u32 bytes, bool adds) {
 
 void bulk_commit_group() { ++running->bulk_group; }
 
-// All but the last `pending` groups have read shared memory, or (unless `read`) are done. Here they do both at once.
-void bulk_wait_group(u32 pending, bool read) {
+// All but the last `pending` groups are done.
+void bulk_wait_group(u32 pending) {
   Thread& self = *running;
   Block& block = *self.block;
   const u32 group = std::max(self.bulk_group, pending) - pending;
   const auto is_waited_for = [&](const BulkCopy& copy) { return copy.group < group; };
   while (std::any_of(self.bulk_copies.begin(), self.bulk_copies.end(), [&](const BulkCopy& copy) { return is_waited_for(copy) && !copy.done; }))
-    wait_for("bulk copies", {read ? "wait_group.read" : "wait_group", static_cast<i32>(pending)});
+    wait_for("bulk copies", {"wait_group", static_cast<i32>(pending)});
   self.wait.what = "";
   while (!self.bulk_copies.empty() && is_waited_for(self.bulk_copies.front())) {
     BulkCopy& copy = self.bulk_copies.front();

@@ -6,29 +6,30 @@
 namespace emulator {
 
 constexpr u8 kPoison = 0xff;  // these bytes are a NaN in every format
+constexpr u32 kCopyBytes = 16;
 
 inline void complete(Copy& copy) {
   if (copy.done) return;
   memcpy(copy.to, copy.from, copy.bytes_read);
-  memset(copy.to + copy.bytes_read, 0, copy.bytes - copy.bytes_read);
+  memset(copy.to + copy.bytes_read, 0, kCopyBytes - copy.bytes_read);
   copy.done = true;
 }
 
-void copy_async(u32 shared, const void* global, u32 bytes, u32 bytes_read) {
+void copy_async(u32 shared, const void* global, u32 bytes_read) {
   const void* const caller = __builtin_return_address(0);
   Thread& self = *running;
   Block& block = *self.block;
-  u8* const to = shared_pointer(shared, bytes, "cp.async", caller);
+  u8* const to = shared_pointer(shared, kCopyBytes, "cp.async", caller);
   const u8* const from = static_cast<const u8*>(global);
-  if (bytes_read > bytes) fail(format("cp.async of %u bytes is to read %u, at ", bytes, bytes_read) + place(caller));
-  if (reinterpret_cast<u64>(from) % bytes) fail(format("cp.async from an address that is no multiple of %u, at ", bytes) + place(caller));
+  if (bytes_read > kCopyBytes) fail(format("cp.async of %u bytes is to read %u, at ", kCopyBytes, bytes_read) + place(caller));
+  if (reinterpret_cast<u64>(from) % kCopyBytes) fail(format("cp.async from an address that is no multiple of %u, at ", kCopyBytes) + place(caller));
   if (bytes_read) check_global(from, bytes_read, false, caller);
-  check_shared(to, bytes, true, caller);
+  check_shared(to, kCopyBytes, true, caller);
   ++machine.statistics.copies;
-  memset(to, kPoison, bytes);
+  memset(to, kPoison, kCopyBytes);
   if (machine.options.watched)
-    for_cells(static_cast<u32>(to - block.shared), bytes, [&](u32 cell, u32) { block.written[cell].holds = Holds::copy; });
-  self.copies.push_back({self.copy_group, to, from, bytes, bytes_read, false, caller});
+    for_cells(static_cast<u32>(to - block.shared), kCopyBytes, [&](u32 cell, u32) { block.written[cell].holds = Holds::copy; });
+  self.copies.push_back({self.copy_group, to, from, bytes_read, false, caller});
   if (machine.options.asynchronous == Asynchronous::at_issue) complete(self.copies.back());
 }
 
@@ -46,7 +47,7 @@ void wait_for_copies(u32 pending) {
     }
     complete(copy);
     if (machine.options.watched)
-      for_cells(static_cast<u32>(copy.to - block.shared), copy.bytes, [&](u32 cell, u32 mask) { note(block.written[cell], self, mask, copy.caller); });
+      for_cells(static_cast<u32>(copy.to - block.shared), kCopyBytes, [&](u32 cell, u32 mask) { note(block.written[cell], self, mask, copy.caller); });
   }
   self.copies.resize(kept);
 }

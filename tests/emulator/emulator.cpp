@@ -5,8 +5,8 @@
 // depend on any of them. Every load and store is checked on the way (memory.h), asynchronous copies (copies.h), TMA (tma.h) and wgmma
 // (wgmma.h) do their work as early or as late as the rules allow, and what cannot go on is told as a deadlock (scheduler.h).
 //
-// Not modelled: time, caches and bank conflicts; the memory model beyond the order that barriers make; how approximate functions and
-// tensor cores round; clusters, static __shared__ variables, descriptors with a base offset.
+// Not modelled: time, caches and bank conflicts; the memory model beyond the order that barriers make; how approximate functions round;
+// clusters, static __shared__ variables, descriptors with a base offset.
 #include "scheduler.h"
 
 namespace emulator {

@@ -53,7 +53,7 @@ u32 vote(u32 mask, bool predicate, Site site);
 u32 shared_address(const void* pointer);
 
 // cp.async (copies.h)
-void copy_async(u32 shared, const void* global, u32 bytes, u32 bytes_read);
+void copy_async(u32 shared, const void* global, u32 bytes_read);
 void commit_copies();
 void wait_for_copies(u32 pending);
 
@@ -87,7 +87,7 @@ void wgmma_wait_group(u32 pending, Site site);
 void bulk_load(u32 shared, const void* global, u32 bytes, u32 mbarrier);
 void bulk_write(void* global, u32 shared, u32 bytes, bool adds);
 void bulk_commit_group();
-void bulk_wait_group(u32 pending, bool read);
+void bulk_wait_group(u32 pending);
 void store_matrices(u32 address, Words4 words, Site site);
 i32 ld_acquire(const i32* global);
 void ld_acquire_until(const i32* global, i32 value, Site site);
@@ -102,7 +102,7 @@ struct Floats4 {
   float x[4];
 };
 enum class Shape { m16n8k16_f16, m16n8k16_bf16, m16n8k8_f16, m16n8k8_tf32 };
-Words4 load_matrices(u32 count, bool transposed, u32 address, Site site);
+Words4 load_matrices(bool transposed, u32 address, Site site);
 Floats4 multiply_add(Floats4 d, Words4 a, Words2 b, Shape shape, Site site);
 
 // Number formats (numbers.h)

@@ -37,6 +37,7 @@ def attention(
     out: Any = None,
     want_lse: bool = True,
     watched: bool = True,
+    sum_bits: int = 0,
     blocks: int = BLOCKS,
     texts: Mapping[str, str] | None = None,
 ) -> tuple[Any, Any]:
@@ -55,7 +56,7 @@ def attention(
         arrays["lse"] = Array("lse", np.empty(problem.lse_shape, DTYPE_OF[problem.spec.lse_dtype]), writes="once")
     if not problem.is_empty(want_lse):
         variant = Variant(f"forward_{config.family}", problem.spec, config, ARCHITECTURE)
-        kernel = build(variant.kernel, variant.header(), texts, optimized=not isinstance(config, WgmmaConfig))
+        kernel = build(variant.kernel, variant.header(), texts, optimized=isinstance(config, SimtConfig))
         grid, sizes, offsets = pack_sizes(problem, config.b_r, isinstance(config, MmaConfig) and config.pack_gqa)
         addresses = [arrays[name].address if name in arrays else 0 for name in ADDRESSES]
         if isinstance(config, WgmmaConfig):
@@ -77,6 +78,7 @@ def attention(
                 shared_bytes=config.shared_bytes(problem.spec),
                 schedule=schedule,
                 watched=watched,
+                sum_bits=sum_bits,
             )
             if "next_tile" in arrays and (left := arrays["next_tile"].values[0]) != 0:
                 raise EmulatorError(f"the counter of tiles must be 0 after a launch, got {left}")

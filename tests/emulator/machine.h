@@ -1,6 +1,7 @@
 // The state of a launch: blocks that are resident at the same time, their warps and threads, and how a launch fails.
 #pragma once
 #include <algorithm>
+#include <cmath>
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
@@ -36,6 +37,7 @@ struct Options {
   u32 seed;
   Asynchronous asynchronous;  // when asynchronous work is done, between its issue and the wait for it
   u32 watched;                // whether races and reads of what nothing was written to are reported
+  u32 sum_bits;               // that tensor cores keep of what they add; 0: they add floats
 };
 
 enum class Writes : u32 { none, once, any };
@@ -83,7 +85,7 @@ struct Copy {  // one cp.async
   u32 group;
   u8* to;
   const u8* from;
-  u32 bytes, bytes_read;
+  u32 bytes_read;
   bool done;
   const void* caller;
 };

@@ -1,5 +1,7 @@
 // ldmatrix and mma.sync, done once a warp. Fragment layouts: PTX ISA, "Matrix fragments for mma.m16n8k16" and its neighbours.
-// Products are exact and sums are float, in the order of k; how tensor cores round inside a sum is not modelled.
+// Products are exact. Sums are float, one product after the other in the order of k, or, with Options::sum_bits, as tensor cores add (Fasi et
+// al. 2021; Khattak and Mikaitis 2025): the products of an instruction and what is in the accumulator are each cut off at one place, so many
+// bits from the leading one of the largest on, and so is, to a float, their sum.
 #pragma once
 #include "collectives.h"
 #include "numbers.h"
@@ -10,7 +12,7 @@ constexpr u32 kMatrixRowBytes = 16;  // 8 elements of 16 bits
 
 // Lanes 8 i to 8 i + 7 hold the addresses of the rows of matrix i. Lane l gets of each matrix, in one register, the elements
 // (l / 4, 2 (l % 4)) and its right neighbour; transposed: (2 (l % 4), l / 4) and its lower neighbour.
-Words4 load_matrices(u32 count, bool transposed, u32 address, Site site) {
+Words4 load_matrices(bool transposed, u32 address, Site site) {
   struct Operand {
     u32 address;
     Words4 result;
@@ -18,10 +20,9 @@ Words4 load_matrices(u32 count, bool transposed, u32 address, Site site) {
   const void* const caller = __builtin_return_address(0);
   const char* const instruction = transposed ? "ldmatrix.trans" : "ldmatrix";
   const u8* const own_row = shared_pointer(address, kMatrixRowBytes, instruction, caller);
-  check_bounds(own_row, kMatrixRowBytes, "reads", caller);  // of every lane: sm_75 wants valid addresses also where they count for nothing
-  if (running->lane < 8 * count) check_shared(own_row, kMatrixRowBytes, false, caller);
-  meet(instruction, site, kWholeWarp, own, [count, transposed, instruction, caller](Operand* const* lanes) {
-    for (u32 matrix = 0; matrix < count; ++matrix) {
+  check_shared(own_row, kMatrixRowBytes, false, caller);
+  meet(instruction, site, kWholeWarp, own, [transposed, instruction, caller](Operand* const* lanes) {
+    for (u32 matrix = 0; matrix < 4; ++matrix) {
       const u8* rows[8];
       for (u32 row = 0; row < 8; ++row) rows[row] = shared_pointer(lanes[8 * matrix + row]->address, kMatrixRowBytes, instruction, caller);
       for (u32 lane = 0; lane < kWarp; ++lane) {
@@ -35,6 +36,38 @@ Words4 load_matrices(u32 count, bool transposed, u32 address, Site site) {
     }
   });
   return own.result;
+}
+
+// x, cut off to a float
+inline float cut_to_float(double x) {
+  const float y = static_cast<float>(x);
+  return std::isfinite(y) && fabs(static_cast<double>(y)) > fabs(x) ? nextafterf(y, 0) : y;
+}
+
+// sum + the products, as tensor cores add
+inline float cut_sum(float sum, const float* left, const float* right, u32 right_stride, u32 count) {
+  double terms[17] = {sum}, largest = fabs(sum), total = sum;
+  for (u32 i = 0; i < count; ++i) {
+    const double term = static_cast<double>(left[i]) * right[i * right_stride];
+    terms[i + 1] = term;
+    total += term;
+    largest = std::max(largest, fabs(term));
+  }
+  if (!std::isfinite(total) || largest == 0) return static_cast<float>(total);
+  const double unit = ldexp(1.0, ilogb(largest) + 1 - static_cast<i32>(machine.options.sum_bits));
+  double whole = 0;  // exact
+  for (u32 i = 0; i <= count; ++i) whole += trunc(terms[i] / unit);
+  return cut_to_float(whole * unit);
+}
+
+// sum(column) += left . right(column), of `columns` columns
+template <u32 kColumns> inline void add_products(float (&sum)[kColumns], const float* left, const float (*right)[kColumns], u32 depth, u32 columns) {
+  if (machine.options.sum_bits) {
+    for (u32 column = 0; column < columns; ++column) sum[column] = cut_sum(sum[column], left, right[0] + column, kColumns, depth);
+    return;
+  }
+  for (u32 k = 0; k < depth; ++k)
+    for (u32 column = 0; column < columns; ++column) sum[column] += left[k] * right[k][column];
 }
 
 inline float element(u32 word, u32 half, Shape shape) {
@@ -69,9 +102,7 @@ Floats4 multiply_add(Floats4 d, Words4 a, Words2 b, Shape shape, Site site) {
         }
       for (u32 e = 0; e < 4; ++e) sum[group + e / 2 * 8][within * 2 + e % 2] = from.d.x[e];
     }
-    for (u32 row = 0; row < 16; ++row)
-      for (u32 depth = 0; depth < k; ++depth)
-        for (u32 column = 0; column < 8; ++column) sum[row][column] += left[row][depth] * right[depth][column];
+    for (u32 row = 0; row < 16; ++row) add_products(sum[row], left[row], right, k, 8);
     for (u32 lane = 0; lane < kWarp; ++lane)
       for (u32 e = 0; e < 4; ++e) lanes[lane]->d.x[e] = sum[lane / 4 + e / 2 * 8][lane % 4 * 2 + e % 2];
   });

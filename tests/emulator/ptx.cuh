@@ -1,5 +1,5 @@
 // The host twin of kernels_cu/ptx.cuh: the same names, without a GPU. A kernel built with this directory before kernels_cu on the
-// include path runs on the emulator, unchanged. Instructions that kernels_cu/ptx.cuh does not have yet stand here as well.
+// include path runs on the emulator, unchanged.
 #pragma once
 #include "cuda.h"
 
@@ -18,11 +18,9 @@ __device__ __forceinline__ float rcp_approx_ftz(float x) {
   const float y = 1 / (fabsf(x) < 0x1p-126f ? 0 * x : x);
   return fabsf(y) < 0x1p-126f ? 0 * y : y;
 }
-__device__ __forceinline__ float tanh_approx(float x) { return tanhf(x); }
 
 __device__ __forceinline__ float cvt_f32_f16(half_t x) { return emulator::f16_to_float(x.bits); }
 __device__ __forceinline__ half_t cvt_rn_f16_f32(float x) { return {emulator::float_to_f16(x)}; }
-__device__ __forceinline__ bf16_t cvt_rn_bf16_f32(float x) { return {emulator::float_to_bf16(x)}; }
 __device__ __forceinline__ u32 cvt_rna_tf32(float x) { return emulator::float_to_tf32(x); }
 
 __device__ __forceinline__ u32 pack2(float low, float high, half_t) {
@@ -42,38 +40,22 @@ __device__ __forceinline__ u32 prmt(u32 x, u32 y, u32 selector) {
   return picked;
 }
 
-// ---- cp.async ----
 __device__ __forceinline__ u32 block_index() { return blockIdx.x; }
 
+// ---- cp.async ----
 __device__ __forceinline__ u32 smem_address(const void* pointer) { return emulator::shared_address(pointer); }
 
-__device__ __forceinline__ void cp_async_4(u32 smem, const void* global, u32 bytes) { emulator::copy_async(smem, global, 4, bytes); }
-__device__ __forceinline__ void cp_async_8(u32 smem, const void* global, u32 bytes) { emulator::copy_async(smem, global, 8, bytes); }
-__device__ __forceinline__ void cp_async_16(u32 smem, const void* global, u32 bytes) { emulator::copy_async(smem, global, 16, bytes); }
+__device__ __forceinline__ void cp_async_16(u32 smem, const void* global, u32 bytes) { emulator::copy_async(smem, global, bytes); }
 __device__ __forceinline__ void cp_async_commit_group() { emulator::commit_copies(); }
 template <i32 kPending> __device__ __forceinline__ void cp_async_wait_group() { emulator::wait_for_copies(kPending); }
 
 // ---- ldmatrix ----
-__device__ __forceinline__ void ldmatrix_x1(u32& r, u32 address, emulator::Site site = emulator::here()) {
-  r = emulator::load_matrices(1, false, address, site).x[0];
-}
-__device__ __forceinline__ void ldmatrix_x1_trans(u32& r, u32 address, emulator::Site site = emulator::here()) {
-  r = emulator::load_matrices(1, true, address, site).x[0];
-}
-__device__ __forceinline__ void ldmatrix_x2(u32 (&r)[2], u32 address, emulator::Site site = emulator::here()) {
-  const emulator::Words4 loaded = emulator::load_matrices(2, false, address, site);
-  for (i32 i = 0; i < 2; ++i) r[i] = loaded.x[i];
-}
-__device__ __forceinline__ void ldmatrix_x2_trans(u32 (&r)[2], u32 address, emulator::Site site = emulator::here()) {
-  const emulator::Words4 loaded = emulator::load_matrices(2, true, address, site);
-  for (i32 i = 0; i < 2; ++i) r[i] = loaded.x[i];
-}
 __device__ __forceinline__ void ldmatrix_x4(u32 (&r)[4], u32 address, emulator::Site site = emulator::here()) {
-  const emulator::Words4 loaded = emulator::load_matrices(4, false, address, site);
+  const emulator::Words4 loaded = emulator::load_matrices(false, address, site);
   for (i32 i = 0; i < 4; ++i) r[i] = loaded.x[i];
 }
 __device__ __forceinline__ void ldmatrix_x4_trans(u32 (&r)[4], u32 address, emulator::Site site = emulator::here()) {
-  const emulator::Words4 loaded = emulator::load_matrices(4, true, address, site);
+  const emulator::Words4 loaded = emulator::load_matrices(true, address, site);
   for (i32 i = 0; i < 4; ++i) r[i] = loaded.x[i];
 }
 __device__ __forceinline__ void stmatrix_x4(u32 address, const u32* r, emulator::Site site = emulator::here()) {
@@ -125,11 +107,11 @@ __device__ __forceinline__ void bulk_load(u32 smem, const void* global, u32 byte
 __device__ __forceinline__ void bulk_store(void* global, u32 smem, u32 bytes) { emulator::bulk_write(global, smem, bytes, false); }
 __device__ __forceinline__ void bulk_add_f32(float* global, u32 smem, u32 bytes) { emulator::bulk_write(global, smem, bytes, true); }
 __device__ __forceinline__ void bulk_commit_group() { emulator::bulk_commit_group(); }
-template <i32 kPending> __device__ __forceinline__ void bulk_wait_group_read() { emulator::bulk_wait_group(kPending, true); }
-template <i32 kPending> __device__ __forceinline__ void bulk_wait_group() { emulator::bulk_wait_group(kPending, false); }
+template <i32 kPending> __device__ __forceinline__ void bulk_wait_group() { emulator::bulk_wait_group(kPending); }
 __device__ __forceinline__ void fence_proxy_async_global() { emulator::fence_proxy_async_global(); }
 
 __device__ __forceinline__ u32 thread_index_again() { return threadIdx.x; }
+__device__ __forceinline__ u32 opaque(u32 x) { return x; }
 
 __device__ __forceinline__ i32 ld_acquire(const i32* global) { return emulator::ld_acquire(global); }
 __device__ __forceinline__ void ld_acquire_until(const i32* global, i32 value, emulator::Site site = emulator::here()) {

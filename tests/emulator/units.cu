@@ -232,11 +232,11 @@ UNIT(copies_without_barrier_at_end) {
 }
 UNIT(copy_left_alone) {
   DYNAMIC_SMEM(smem);
-  cp_async_4(smem_address(smem) + 4 * threadIdx.x, in<u8>(p) + 4 * threadIdx.x, 4);
+  cp_async_16(smem_address(smem) + 16 * threadIdx.x, in<u8>(p) + 16 * threadIdx.x, 16);
 }
 UNIT(copy_from_outside) {
   DYNAMIC_SMEM(smem);
-  cp_async_8(smem_address(smem) + 8 * threadIdx.x, in<u8>(p) + 8 * threadIdx.x + 1024 * p.n, 8);
+  cp_async_16(smem_address(smem) + 16 * threadIdx.x, in<u8>(p) + 16 * threadIdx.x + 1024 * p.n, 16);
   cp_async_wait_group<0>();
 }
 
@@ -247,22 +247,13 @@ UNIT(matrices) {
   __syncwarp();
   // matrices 0 to 3: upper left, lower left, upper right, lower right
   const u32 address = smem_address(smem) + threadIdx.x % 16 * 32 + threadIdx.x / 16 * 16;
-  u32 r[14];
-  const auto keep = [&](u32 first, const auto& words) {
-    for (u32 i = 0; i < sizeof words / 4; ++i) r[first + i] = words[i];
-  };
-  u32 four[4], two[2];
-  ldmatrix_x1(r[0], address);
-  ldmatrix_x1_trans(r[1], address);
-  ldmatrix_x2(two, address);
-  keep(2, two);
-  ldmatrix_x2_trans(two, address);
-  keep(4, two);
-  ldmatrix_x4(four, address);
-  keep(6, four);
-  ldmatrix_x4_trans(four, address);
-  keep(10, four);
-  for (i32 i = 0; i < 14; ++i) out<u32>(p)[i * 32 + threadIdx.x] = r[i];
+  u32 plain[4], transposed[4];
+  ldmatrix_x4(plain, address);
+  ldmatrix_x4_trans(transposed, address);
+  for (i32 i = 0; i < 4; ++i) {
+    out<u32>(p)[i * 32 + threadIdx.x] = plain[i];
+    out<u32>(p)[(4 + i) * 32 + threadIdx.x] = transposed[i];
+  }
 }
 
 // d (16 x 8) = d + a (16 x k) b (k x 8); a, b (transposed) and d lie one after the other, elements of 32 bits

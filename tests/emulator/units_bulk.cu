@@ -33,7 +33,7 @@ UNIT(store_and_add) {
   bulk_wait_group<0>();
   bulk_add_f32(p.out, smem_address(smem), p.n * 4);
   bulk_commit_group();
-  bulk_wait_group_read<0>();
+  bulk_wait_group<0>();
   *reinterpret_cast<float*>(smem) = 0;
 }
 UNIT(overwritten_before_it_is_read) {

@@ -109,13 +109,9 @@ inline void multiply(const Warp& warp, const Wgmma& own, Tile& tile) {
   const auto right_of = [&](u32 row, u32 depth) -> float& { return tile.right[depth][row]; };
   read_operand(block, product, product.b, product.transposed, 0, product.n, right_of);
   for (u32 row = 0; row < kWarpRows; ++row) {
-    float* const sum = tile.sum[row];
+    float(&sum)[kMostColumns] = tile.sum[row];
     if (!product.accumulate) std::fill(sum, sum + product.n, 0.0f);
-    for (u32 depth = 0; depth < kDepth; ++depth) {
-      const float factor = tile.left[row][depth];
-      const float* const right = tile.right[depth];
-      for (u32 column = 0; column < product.n; ++column) sum[column] += factor * right[column];
-    }
+    add_products(sum, tile.left[row], tile.right, kDepth, product.n);
   }
 }
 
