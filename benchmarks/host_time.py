@@ -16,7 +16,8 @@ import cupy
 import numpy as np
 
 import cuflash
-from cuflash import arrays, call, plan
+from cuflash import arrays, backward, call, plan
+from cuflash.backward_plan import backward_wgmma_default, why_not_backward_wgmma_by_default
 from cuflash.device import device_info
 from cuflash.driver import Kernel
 
@@ -48,6 +49,33 @@ def launched_again(kernel: Kernel) -> None:
     kernel.launch(kernel.take(), 0)
 
 
+def backward_rows(q: cupy.ndarray, k: cupy.ndarray, v: cupy.ndarray) -> dict[str, Callable[[], object]]:
+    """The parts of a call of the backward pass, dO being v."""
+    out, lse = cuflash.attention_forward(q, k, v)
+    explained = cuflash.explain_backward(v, q, k, v, out, lse)
+    given = backward.BackwardCall(q, k, v, out, v, lse)
+    known, addresses = backward.CALLS.ready(arrays.CUPY, given, call.Options(), False, None)
+    gradients, memory = [make(q) for make in known.makers], known.make_workspace(q)
+    addresses += [x.data.ptr for x in gradients] + list(known.absent)
+    addresses += [memory.data.ptr + offset for offset in known.offsets]
+    launch = known.launch
+    rows: dict[str, Callable[[], object]] = {
+        f"cuflash.attention_backward, family {explained.family}": lambda: cuflash.attention_backward(
+            v, q, k, v, out, lse
+        ),
+        "  look-up of the signature": lambda: backward.CALLS.ready(arrays.CUPY, given, call.Options(), False, None),
+        "  allocations": lambda: ([make(q) for make in known.makers], known.make_workspace(q)),
+        "  parameters and launches": lambda: launch(addresses),
+    }
+    spec, device = explained.problem.spec, device_info(0)
+    if explained.family != "wgmma" and why_not_backward_wgmma_by_default(spec, device) is None:
+        wgmma = backward_wgmma_default(spec, device)
+        rows["cuflash.attention_backward, family wgmma"] = lambda: cuflash.attention_backward(
+            v, q, k, v, out, lse, config=wgmma
+        )
+    return rows
+
+
 def main() -> None:
     """Print the table."""
     q, k, v = (
@@ -57,7 +85,7 @@ def main() -> None:
     mma = plan.mma_default(spec, device_info(0))  # the same on every GPU
     out = cuflash.attention(q, k, v)
     given, options = call.Call(q, k, v), call.Options()
-    known, addresses = call.ready(arrays.CUPY, given, options, False, None)
+    known, addresses = call.CALLS.ready(arrays.CUPY, given, options, False, None)
     addresses[call.OUT] = out.data.ptr
     addresses.insert(call.LSE, 0)
     made, kernel = known.launch, known.launch.kernel
@@ -66,7 +94,7 @@ def main() -> None:
         f"cuflash.attention, family {cuflash.explain(q, k, v).family}": lambda: cuflash.attention(q, k, v),
         "cuflash.attention, family mma": lambda: cuflash.attention(q, k, v, config=mma),
         "cuflash.attention(out=)": lambda: cuflash.attention(q, k, v, out=out),
-        "  look-up of the signature": lambda: call.ready(arrays.CUPY, given, options, False, None),
+        "  look-up of the signature": lambda: call.CALLS.ready(arrays.CUPY, given, options, False, None),
         "    of it, reading the arrays": lambda: arrays.CUPY.read(given),
         "  allocation": lambda: known.new_out(q),
         "  parameters and launch": lambda: made(addresses),
@@ -75,10 +103,14 @@ def main() -> None:
             (made.grid,), (made.threads,), (block,), made.shared_bytes
         ),
     }
+    rows |= backward_rows(q, k, v)
     try:
         import torch
 
         a, b, c = (torch.as_tensor(x, device="cuda") for x in (q, k, v))
+        leaves = [x.clone().requires_grad_() for x in (a, b, c)]
+        theirs = torch.nn.functional.scaled_dot_product_attention(*leaves)
+        rows["torch.autograd.grad of its result"] = lambda: torch.autograd.grad(theirs, leaves, c, retain_graph=True)
         rows["torch scaled_dot_product_attention"] = lambda: torch.nn.functional.scaled_dot_product_attention(a, b, c)
         rows["cuflash.attention on PyTorch tensors"] = lambda: cuflash.attention(a, b, c)
     except ImportError:

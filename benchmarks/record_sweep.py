@@ -48,6 +48,9 @@ SWEEPS = [
     Sweep("mma-256-full", Workload("bfloat16", 2, (8, 8), (4096, 4096), (256, 256)), "mma"),
     Sweep("wgmma-256-causal", Workload("bfloat16", 4, (16, 8), (4096, 4096), (256, 256), CAUSAL)),
     Sweep("wgmma-128-full", Workload("bfloat16", 4, (16, 16), (4096, 4096), (128, 128))),
+    Sweep("mma-128-backward", Workload("bfloat16", 2, (16, 16), (4096, 4096), (128, 128), backward=True), "mma"),
+    Sweep("wgmma-128-backward", Workload("bfloat16", 4, (16, 16), (4096, 4096), (128, 128), backward=True), "wgmma"),
+    Sweep("wgmma-64-backward", Workload("bfloat16", 4, (32, 32), (4096, 4096), (64, 64), backward=True), "wgmma"),
 ]
 
 

@@ -207,6 +207,8 @@ def attention_backward(
     ------
     TypeError, ValueError
         Before anything is launched, naming the argument, what came and what is allowed.
+    UntunedError
+        When the call is not tuned and `require_tuned` asks for it.
 
     Notes
     -----
@@ -229,8 +231,8 @@ def attention_backward(
     >>> bool(abs(change - dv[1, 3, 5]) < 1e-6)
     True
     """
-    call = BackwardCall(q, k, v, out, dout, lse, dlse, mask, bias, q_lengths, kv_lengths)
-    return differentiate(call, make_options(scale, causal, window, softcap, layout), return_dbias, config)
+    arrays = (q, k, v, out, dout, lse, dlse, mask, bias, q_lengths, kv_lengths)
+    return differentiate(arrays, (scale, causal, window, softcap, layout), return_dbias, config)
 
 
 def explain(q: Any, k: Any, v: Any, **options: Any) -> Explanation:
@@ -317,4 +319,6 @@ def inspect_backward_call(arrays: tuple[Any, ...], keywords: dict[str, Any], loa
     options = make_options(*(take[name] for name in Options._fields))
     problem, choice, device = inspect_backward(call, options, take["return_dbias"], take["config"], load)
     name = "the CPU" if device is None else device.name
-    return Explanation(choice.family, choice.config, choice.source, name, choice.ruled_out, problem.forward)
+    return Explanation(
+        choice.family, choice.config, choice.source, name, choice.ruled_out, problem.forward, choice.stale
+    )

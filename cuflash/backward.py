@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from cuflash.arrays import (
     CUPY,
     DTYPE_OF,
+    KIND_OF_TYPE,
     CupyKind,
     NumpyKind,
     canonical_view,
@@ -19,14 +21,16 @@ from cuflash.arrays import (
     is_strided,
     kind_of,
 )
-from cuflash.backward_launch import BackwardLaunch, make_backward_launch, scratch, workspace
+from cuflash.backward_config import BackwardConfig
+from cuflash.backward_launch import OUTPUTS, BackwardLaunch, make_backward_launch, scratch, workspace
 from cuflash.backward_plan import BackwardChoice, choose_backward
 from cuflash.backward_problem import BackwardProblem, Gradient, read_backward_problem
 from cuflash.backward_reference import tiled_gradients
-from cuflash.call import MAX_REMEMBERED_CALLS, Options
+from cuflash.call import Memo, Options, first_that_loads, make_options
 from cuflash.config import NumpyConfig
 from cuflash.device import DeviceInfo, device_info
 from cuflash.problem import ITEM_BYTES
+from cuflash.winner import key_of
 
 MATRICES = ("dout", "q", "k", "v", "out")  # whose last axis must be contiguous
 REQUIRED = (*MATRICES, "lse")
@@ -116,17 +120,22 @@ def summed(full: Any, gradient: Gradient) -> Any:
     return full.reshape(gradient.shape)
 
 
-def differentiate(call: BackwardCall, options: Options, return_dbias: bool, config: Any) -> tuple[Any, ...]:
-    """(dq, dk, dv) or (dq, dk, dv, dbias), of the kind of the arguments."""
+def differentiate(arrays: Sequence[Any], options: Sequence[Any], return_dbias: bool, config: Any) -> tuple[Any, ...]:
+    """(dq, dk, dv) or (dq, dk, dv, dbias), of the kind of the arguments.
+
+    `arrays` and `options` are in the order of `BackwardCall` and `Options`.
+    """
+    kind = KIND_OF_TYPE.get(arrays[0].__class__) or kind_of("q", arrays[0])
+    if isinstance(kind, CupyKind):  # that the others are of this kind is seen when they are read
+        return differentiate_gpu(kind, arrays, options, return_dbias, config)
+    call, given = BackwardCall(*arrays), make_options(*options)
     kind = common_kind(call)
-    if isinstance(kind, CupyKind):
-        return differentiate_gpu(kind, call, options, return_dbias, config)
     with kind.current(call.q):
         views = call.viewed_by(kind)
         if kind.on_gpu:
-            computed = differentiate_gpu(CUPY, views, options, return_dbias, config)
+            computed = differentiate_gpu(CUPY, views, given, return_dbias, config)
         else:
-            computed = differentiate_numpy(views, options, return_dbias, config)
+            computed = differentiate_numpy(views, given, return_dbias, config)
         return tuple(kind.result(gradient, call.q) for gradient in computed)
 
 
@@ -158,76 +167,92 @@ def differentiate_numpy(call: BackwardCall, options: Options, return_dbias: bool
 # ---- the GPU ----
 
 
-class RememberedBackward(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RememberedBackward:
     """What a call of one signature on arrays of a GPU needs, checked, compiled and loaded.
 
     `launch` is None where there is nothing to compute, and where arrays must be copied first. `makers` make the
-    gradients and then the workspace, which holds its arrays at `offsets`, in bytes.
+    gradients, and `make_workspace` what holds the arrays of the kernels at `offsets`, in bytes. `absent` are addresses
+    of gradients that are not asked for.
     """
 
     device: int
+    current_device: Callable[[], int]
     launch: BackwardLaunch | None
     copies: bool
     gradients: tuple[Gradient, ...]
     makers: tuple[Callable[[Any], Any], ...]
+    make_workspace: Callable[[Any], Any]
     offsets: tuple[int, ...]
+    absent: tuple[int, ...]
+    as_made: bool
     lse_dtype: str
 
 
-REMEMBERED: dict[Any, RememberedBackward] = {}
-
-
-def ready(
-    kind: CupyKind, call: BackwardCall, options: Options, return_dbias: bool, config: Any
-) -> tuple[RememberedBackward, list[int]]:
-    """What `call` needs, remembered or made now, and the addresses of its arrays."""
-    key, addresses = kind.read(call)
-    scale, causal, window, softcap, _ = options
-    types = scale.__class__, causal.__class__, softcap.__class__  # as keys, 1, 1.0 and True are equal
-    window_types = None if window is None else tuple(map(type, window))
-    signature = (*key, *types, window_types, options, bool(return_dbias), config)
-    try:
-        known = REMEMBERED.get(signature)
-    except TypeError:  # unhashable: no argument that the checks allow
-        return remember(kind, call, options, return_dbias, config), addresses
-    if known is None:
-        known = remember(kind, call, options, return_dbias, config)
-        if len(REMEMBERED) >= MAX_REMEMBERED_CALLS:
-            REMEMBERED.clear()
-        REMEMBERED[signature] = known
-    return known, addresses
+def workspace_layout(problem: BackwardProblem, config: BackwardConfig) -> tuple[tuple[int, ...], int]:
+    """Where the arrays that kernels hand to one another lie in their memory, and its size, in bytes."""
+    offsets, size = [], 0
+    for shape, dtype in (*workspace(problem).values(), *scratch(problem, config).values()):
+        offsets.append(size)
+        size += -(-math.prod(shape) * ITEM_BYTES[dtype] // ALIGNMENT) * ALIGNMENT
+    return tuple(offsets), size
 
 
 def remember(
-    kind: CupyKind, call: BackwardCall, options: Options, return_dbias: bool, config: Any
+    kind: CupyKind, arrays: Sequence[Any], options: Options, return_dbias: bool, config: Any
 ) -> RememberedBackward:
     """Check, plan, compile and load a call on arrays of a GPU."""
+    call = BackwardCall(*arrays)
+    common_kind(call)
     with kind.current(call.q):
         views = call.viewed_by(kind)
         problem, choice, device = plan_backward(views, options, return_dbias, config)
-        chosen = choice.config
-        if device is None or isinstance(chosen, NumpyConfig):
+        if device is None:
             raise TypeError(f"q must be an array of a GPU, got {type(call.q).__name__}")
         copies = problem.converts or any(is_strided(getattr(views, name)) for name in MATRICES)
-        needed = not problem.is_empty() and not copies
-        makers = [
-            kind.maker(gradient.full_shape, gradient_dtype(problem, name), call.q)
-            for name, gradient in problem.gradients.items()
-        ]
-        offsets, size = [], 0
-        if needed:
-            for shape, dtype in (*workspace(problem).values(), *scratch(problem, chosen).values()):
-                offsets.append(size)
-                size += -(-math.prod(shape) * ITEM_BYTES[dtype] // ALIGNMENT) * ALIGNMENT
+        launch, chosen = None, choice
+        if not problem.is_empty() and not copies:
+            launch, chosen = launch_of(problem, choice, device)
+        offsets, size = workspace_layout(problem, config_of(chosen)) if launch is not None else ((), 0)
+        gradients = tuple(problem.gradients.values())
         return RememberedBackward(
             device=views.q.device.id,
-            launch=make_backward_launch(problem, choice, device) if needed else None,
+            current_device=import_cupy().cuda.runtime.getDevice,
+            launch=launch,
             copies=copies,
-            gradients=tuple(problem.gradients.values()),
-            makers=(*makers, kind.maker((size // ITEM_BYTES["float32"],), "float32", call.q)),
-            offsets=tuple(offsets),
+            gradients=gradients,
+            makers=tuple(
+                kind.maker(gradient.full_shape, gradient_dtype(problem, name), call.q)
+                for name, gradient in problem.gradients.items()
+            ),
+            make_workspace=kind.maker((size // ITEM_BYTES["float32"],), "float32", call.q),
+            offsets=offsets,
+            absent=(0,) * (len(OUTPUTS) - len(gradients)),
+            as_made=all(gradient.shape == gradient.full_shape for gradient in gradients),
             lse_dtype=problem.spec.lse_dtype,
         )
+
+
+def config_of(choice: BackwardChoice) -> BackwardConfig:
+    """The configuration of a choice for a GPU."""
+    if isinstance(choice.config, NumpyConfig):
+        raise TypeError(f"no GPU kernel for {choice.config!r}")
+    return choice.config
+
+
+def launch_of(
+    problem: BackwardProblem, choice: BackwardChoice, device: DeviceInfo
+) -> tuple[BackwardLaunch, BackwardChoice]:
+    """Compile and load what was chosen, or what comes after it; and which that is."""
+    return first_that_loads(
+        choice,
+        lambda chosen: (make_backward_launch(problem, chosen, device), chosen),
+        lambda: choose_backward(problem, device),
+        lambda: key_of(problem, device),
+    )
+
+
+CALLS = Memo(remember)
 
 
 def copied(call: BackwardCall, lse_dtype: str) -> BackwardCall:
@@ -239,29 +264,30 @@ def copied(call: BackwardCall, lse_dtype: str) -> BackwardCall:
 
 
 def differentiate_gpu(
-    kind: CupyKind, call: BackwardCall, options: Options, return_dbias: bool, config: Any
+    kind: CupyKind, arrays: Sequence[Any], options: Sequence[Any], return_dbias: bool, config: Any
 ) -> tuple[Any, ...]:
     """`differentiate` on arrays of a GPU: a look-up, allocations and launches, once the signature is known."""
-    known, addresses = ready(kind, call, options, return_dbias, config)
-    q = call.q
-    if known.copies:
+    known, addresses = CALLS.ready(kind, arrays, options, return_dbias, config)
+    q = arrays[0]
+    if known.copies or known.current_device() != known.device:
         with kind.current(q):
-            views = copied(call.viewed_by(kind), known.lse_dtype)
-            computed = differentiate_gpu(CUPY, views, options, return_dbias, config)
-            return tuple(kind.result(gradient, q) for gradient in computed)
-    if import_cupy().cuda.runtime.getDevice() != known.device:
-        with kind.current(q):
-            return differentiate_gpu(kind, call, options, return_dbias, config)
+            if known.copies:
+                views = copied(BackwardCall(*arrays).viewed_by(kind), known.lse_dtype)
+                computed = differentiate_gpu(CUPY, views, options, return_dbias, config)
+                return tuple(kind.result(gradient, q) for gradient in computed)
+            return differentiate_gpu(kind, arrays, options, return_dbias, config)
 
-    *gradients, memory = [make(q) for make in known.makers]
+    gradients = tuple([make(q) for make in known.makers])
     if known.launch is not None:
-        addresses += [kind.address(gradient) for gradient in gradients]
-        if not return_dbias:
-            addresses.append(0)
+        memory = known.make_workspace(q)
         start = kind.address(memory)
+        addresses += map(kind.address, gradients)
+        addresses += known.absent
         addresses += [start + offset for offset in known.offsets]
         known.launch(addresses, kind.stream(q))
-    return tuple([own_shape(kind, full, own, q) for full, own in zip(gradients, known.gradients, strict=True)])
+    if known.as_made:
+        return gradients
+    return tuple(own_shape(kind, full, own, q) for full, own in zip(gradients, known.gradients, strict=True))
 
 
 def own_shape(kind: CupyKind, full: Any, gradient: Gradient, like: Any) -> Any:
@@ -279,9 +305,9 @@ def inspect_backward(call: BackwardCall, options: Options, return_dbias: bool, c
         views = call.viewed_by(kind)
         planned = plan_backward(views, options, return_dbias, config)
         if load and kind.on_gpu:
-            known, _ = ready(CUPY, views, options, return_dbias, config)
+            known, _ = CALLS.ready(CUPY, views, options, return_dbias, config)
             if known.copies:
-                ready(CUPY, copied(views, known.lse_dtype), options, return_dbias, config)
+                CALLS.ready(CUPY, copied(views, known.lse_dtype), options, return_dbias, config)
             elif isinstance(kind, CupyKind):
-                ready(kind, call, options, return_dbias, config)
+                CALLS.ready(kind, call, options, return_dbias, config)
         return planned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import struct
 from collections.abc import Sequence
@@ -31,7 +32,9 @@ INPUTS = ("q", "k", "v", "out", "dout", "lse", "dlse", "mask", "bias", "q_length
 OUTPUTS = ("dq", "dk", "dv", "dbias")
 WORKSPACE = ("row_lse", "row_delta")
 ADDRESSES = (*INPUTS, *OUTPUTS, *WORKSPACE)
-ADDRESS_BLOCK = struct.Struct(f"<{len(ADDRESSES)}Q")
+PLACES = {name: place for place, name in enumerate(ADDRESSES)}
+address_block = functools.cache(lambda count: struct.Struct(f"<{count}Q"))
+ADDRESS_BLOCK = address_block(len(ADDRESSES))
 STRIDES_PER_ARRAY = {
     **dict.fromkeys(("q", "k", "v", "out", "dout", "lse", "dlse"), 3),
     **{"mask": 4, "bias": 4, "q_lengths": 1, "kv_lengths": 1, "dq": 3, "dk": 3, "dv": 3, "dbias": 4},
@@ -91,9 +94,9 @@ class Part(NamedTuple):
         own = addresses[len(ADDRESSES) :]
         maps = b""
         for name, map_of in self.maps:
-            place = ADDRESSES.index(name)
+            place = PLACES[name]
             maps += map_of.at(addresses[place] + offsets[place])
-        block = maps + common + struct.pack(f"<{len(own)}Q", *own) + self.tail
+        block = maps + common + address_block(len(own)).pack(*own) + self.tail
         return block + bytes(-len(block) % MAP_ALIGNMENT_IN_BLOCK) if maps else block
 
 
@@ -108,13 +111,14 @@ class BackwardLaunch:
 
         `addresses` are those of `ADDRESSES` in order, 0 for what is absent, and then those of `scratch`.
         """
-        for kernels, part in self.parts:
+        for (*others, last), part in self.parts:  # which the driver has read when it returns: one block serves all
+            pointer = last.stream(stream)
             for offsets, sizes in part.blocks:
-                block = part.block(addresses, offsets, sizes)
-                for kernel in kernels:
-                    parameters = kernel.take()
-                    parameters.block.raw = block
-                    kernel.launch(parameters, kernel.stream(stream))
+                parameters = last.take()
+                parameters.block.raw = part.block(addresses, offsets, sizes)
+                for kernel in others:
+                    kernel.run(parameters, pointer)
+                last.launch(parameters, pointer)
 
 
 def shifted_block(addresses: Sequence[int], offsets: Sequence[int]) -> bytes:
@@ -311,11 +315,14 @@ def wgmma_part(problem: BackwardProblem, config: BackwardWgmmaConfig, device: De
     forward, spec = problem.forward, problem.spec
     (batch, steps, _), rank, shapes = split_batch(problem), len(problem.batch), problem.shapes()
     chunks = -(-round_up(forward.n_q, STATISTICS_ROWS) // (config.threads // STATISTICS_LANES))
-    tiles = batch * forward.h_kv * -(-forward.n_k // config.b_c)
+    key_tiles = -(-forward.n_k // config.b_c)
+    directions = 2 if spec.left != spec.right else 1  # a head of an odd number that lacks a second one has void tickets
+    tickets = batch * round_up(forward.h_kv, directions) * key_tiles
+    blocks = min(batch * forward.h_kv * key_tiles, device.multiprocessors)
     parts_of_dq = batch * forward.h_q * -(-forward.n_q // config.b_r) * config.pieces(spec) * 4  # one for a warp
     stages = (
         Stage("backward_wgmma_statistics", batch * forward.h_q * chunks, config.threads, 0),
-        Stage("backward_wgmma_keys", min(tiles, device.multiprocessors), config.threads, config.shared_bytes(spec)),
+        Stage("backward_wgmma_keys", blocks, config.threads, config.shared_bytes(spec)),
         Stage("backward_wgmma_rows", -(-parts_of_dq // (config.threads // WARP)), config.threads, 0),
     )
     maps = []
@@ -326,7 +333,7 @@ def wgmma_part(problem: BackwardProblem, config: BackwardWgmmaConfig, device: De
         Variant("backward_wgmma", spec, config, device.architecture),
         launchable(stages),
         pack_blocks(problem, config.b_r, config.b_c),
-        tail=struct.pack("<2i", tiles, wgmma_section(problem, config, device)),
+        tail=struct.pack("<2i", tickets, wgmma_section(problem, config, device)),
         maps=tuple(maps),
     )
 
@@ -377,7 +384,8 @@ def make_backward_launch(problem: BackwardProblem, choice: BackwardChoice, devic
     """Compile and load what `problem` needs on the current device, `device`."""
     if not isinstance(choice.config, BackwardConfig):
         raise TypeError(f"no GPU kernel for {choice.config!r}")
-    return BackwardLaunch(tuple((load_kernels(part), part) for part in make_parts(problem, choice.config, device)))
+    parts = [(load_kernels(part), part) for part in make_parts(problem, choice.config, device)]
+    return BackwardLaunch(tuple((kernels, part) for kernels, part in parts if kernels))
 
 
 def load_kernels(part: Part) -> tuple[Kernel, ...]:

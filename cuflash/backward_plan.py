@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from cuflash import tuned
 from cuflash.backward_config import (
     BackwardConfig,
     BackwardMmaConfig,
@@ -15,7 +16,7 @@ from cuflash.backward_config import (
 from cuflash.backward_problem import BackwardProblem
 from cuflash.config import HOPPER, NumpyConfig, mma_depths, why_not_wgmma
 from cuflash.device import DeviceInfo
-from cuflash.plan import BLACKWELL, GPU_FAMILIES
+from cuflash.plan import BLACKWELL, GPU_FAMILIES, NOT_NUMPY
 from cuflash.problem import ITEM_BYTES, Spec
 from cuflash.tensor_maps import why_no_map, why_no_tensor_map
 
@@ -24,12 +25,16 @@ BACKWARD_NUMPY_DEFAULT = NumpyConfig(b_r=256, b_c=256)
 
 @dataclass(frozen=True)
 class BackwardChoice:
-    """The family and configuration that serve a call, where they came from, and why not another family."""
+    """The family and configuration that serve a call, where they came from, and why not another family.
+
+    `stale` is why a tuned configuration may no longer be the fastest.
+    """
 
     family: str
     config: BackwardConfig | NumpyConfig
     source: str
     ruled_out: Mapping[str, str] = field(default_factory=dict)
+    stale: str | None = None
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,8 @@ BACKWARD_WGMMA_DEFAULTS = (
     (64, BackwardWgmmaConfig(b_r=128, k_stages=2)),
     (64, BackwardWgmmaConfig(b_r=64, k_stages=2)),
     (128, BackwardWgmmaConfig(b_r=64)),
+    (128, BackwardWgmmaConfig(b_r=64, b_c=64, k_stages=2)),
+    (256, BackwardWgmmaConfig(b_r=64, b_c=64)),
 )
 
 
@@ -184,6 +191,40 @@ def why_no_backward_maps(problem: BackwardProblem) -> str | None:
 BY_REQUEST = "it is not yet the default; config=BackwardWgmmaConfig(...) asks for it"
 
 
+def default_backward_choice(problem: BackwardProblem, device: DeviceInfo) -> BackwardChoice:
+    """Family and configuration of a call on a GPU that is not tuned."""
+    not_wgmma = why_not_backward_wgmma_by_default(problem.spec, device) or why_no_backward_maps(problem)
+    ruled_out = {**NOT_NUMPY, "wgmma": not_wgmma or BY_REQUEST}
+    not_mma = why_not_backward_mma_by_default(problem.spec, device)
+    if not_mma is None:
+        others = {**ruled_out, "simt": "tensor cores serve the call"}
+        return BackwardChoice("mma", backward_mma_default(problem.spec, device), "default", others)
+    return BackwardChoice("simt", backward_simt_default(problem.spec, device), "default", {**ruled_out, "mma": not_mma})
+
+
+def tuned_backward_choice(problem: BackwardProblem, device: DeviceInfo) -> BackwardChoice | None:
+    """Family and configuration of a call on a GPU that is tuned; None where it is not, which is logged.
+
+    Raises
+    ------
+    UntunedError
+        When it is not, and tuning is required.
+    """
+    if problem.is_empty():
+        return None
+    found = tuned.find(problem, device, lambda config: why_not_here(config, problem))
+    if found is None or not isinstance(config := found.winner.config, BackwardConfig):
+        return None
+    others = dict.fromkeys(GPU_FAMILIES, f"the {found.source} configuration is of {config.family}")
+    del others[config.family]
+    return BackwardChoice(config.family, config, found.source, {**NOT_NUMPY, **others}, found.stale)
+
+
+def why_not_here(config: object, problem: BackwardProblem) -> str | None:
+    """Why a configuration that is legal for the Spec of `problem` does not serve its arrays; None where it does."""
+    return why_no_backward_maps(problem) if isinstance(config, BackwardWgmmaConfig) else None
+
+
 def choose_backward(problem: BackwardProblem, device: DeviceInfo | None, config: object = None) -> BackwardChoice:
     """Family and configuration for `problem` on `device` (None: the CPU).
 
@@ -191,6 +232,8 @@ def choose_backward(problem: BackwardProblem, device: DeviceInfo | None, config:
     ------
     TypeError, ValueError
         When `config` is given and cannot serve the call.
+    UntunedError
+        When none is given, the call is not tuned, and tuning is required.
     """
     if device is None:
         not_here = dict.fromkeys(GPU_FAMILIES, "the arrays are in the memory of the CPU")
@@ -199,23 +242,11 @@ def choose_backward(problem: BackwardProblem, device: DeviceInfo | None, config:
         if not isinstance(config, NumpyConfig):
             raise TypeError(f"config must be a NumpyConfig for arrays of the CPU, got {config!r}")
         return BackwardChoice("numpy", config, "the caller", not_here)
-    ruled_out = {"numpy": "the arrays are in the memory of a GPU"}
     if config is None:
-        not_wgmma = why_not_backward_wgmma_by_default(problem.spec, device) or why_no_backward_maps(problem)
-        ruled_out["wgmma"] = not_wgmma or BY_REQUEST
-        not_mma = why_not_backward_mma_by_default(problem.spec, device)
-        if not_mma is None:
-            others = {**ruled_out, "simt": "tensor cores serve the call"}
-            return BackwardChoice("mma", backward_mma_default(problem.spec, device), "default", others)
-        return BackwardChoice(
-            "simt", backward_simt_default(problem.spec, device), "default", {**ruled_out, "mma": not_mma}
-        )
+        return tuned_backward_choice(problem, device) or default_backward_choice(problem, device)
     if not isinstance(config, BackwardConfig):
         names = "a BackwardSimtConfig, BackwardMmaConfig or BackwardWgmmaConfig"
         raise TypeError(f"config must be {names} for arrays of a GPU, got {config!r}")
-    reason = config.why_illegal(problem.spec, device)
-    if reason is None and isinstance(config, BackwardWgmmaConfig):
-        reason = why_no_backward_maps(problem)
-    if reason is not None:
+    if reason := config.why_illegal(problem.spec, device) or why_not_here(config, problem):
         raise ValueError(f"config is not legal here: {reason}; {config}")
-    return BackwardChoice(config.family, config, "the caller", ruled_out)
+    return BackwardChoice(config.family, config, "the caller", NOT_NUMPY)

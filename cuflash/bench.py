@@ -29,7 +29,7 @@ from rich.table import Table
 
 import cuflash
 from cuflash import machine, timing
-from cuflash.peers import CUFLASH, Arrays, Case, Numbers, Peer, Runner, Unserved, as_torch, cuflash_options, versions
+from cuflash.peers import CUFLASH, Arrays, Case, Numbers, Peer, Runner, Unserved, as_torch, plan_cuflash, versions
 from cuflash.reference import standard_attention
 
 TOKENS, HIDDEN = 16384, 2048  # B * N and H * D, as the FlashAttention papers compare
@@ -37,8 +37,10 @@ TOKENS, HIDDEN = 16384, 2048  # B * N and H * D, as the FlashAttention papers co
 # What a result may be off by, relative to float64 over the sampled rows. A peer may round where cuflash does not, its
 # probabilities in bfloat16 say; a wrong mask or a missing block is off by far more.
 LARGEST_ERROR = {"float16": 6e-4, "bfloat16": 4e-3, "float32": 2e-6, "float64": 1e-14}
+LARGEST_GRADIENT_ERROR = {"float16": 1e-3, "bfloat16": 6e-3, "float32": 5e-6, "float64": 1e-13}
 PEERS_MAY = 16
 SAMPLED_HEADS, SAMPLED_ROWS = 4, 64
+SAMPLED_KV_HEADS, ROWS_AT_ONCE = 2, 2048  # of the gradients: whole heads, so many rows of the scores at a time
 CEILING_SIZE = 8192
 
 # Of Okabe and Ito, which people who confuse colours can tell apart.
@@ -71,6 +73,7 @@ class Settings:
     softcap: float | None = None
     alibi: bool = False
     layout: str = "bnhd"
+    backward: bool = False
 
     def cases(self) -> list[Case]:
         """The cases.
@@ -102,6 +105,7 @@ class Settings:
             softcap=self.softcap,
             alibi=self.alibi,
             layout=self.layout,
+            backward=self.backward,
         )
 
 
@@ -249,6 +253,67 @@ class Samples:
         return math.inf if math.isnan(error) else error
 
 
+class GradientSamples:
+    """Some heads of keys and values with the heads of queries that read them, and their gradients in float64."""
+
+    def __init__(self, case: Case, host: Sequence[NDArray[Any]], put: Callable[[NDArray[Any]], Any]) -> None:
+        random = np.random.default_rng(1)
+        group, pairs = case.heads // case.kv_heads, case.batch * case.kv_heads
+        chosen = random.choice(pairs, min(SAMPLED_KV_HEADS, pairs), replace=False)
+        kv_heads = [(int(pair) // case.kv_heads, int(pair) % case.kv_heads) for pair in chosen]
+        heads = [(batch, of_keys * group + i) for batch, of_keys in kv_heads for i in range(group)]
+
+        def wide(place: int, batch: int, head: int) -> Any:
+            return put(_head(host[place], case.layout, batch, head).astype(np.float64))
+
+        dq, dk, dv = [], [], []
+        for batch, of_keys in kv_heads:
+            k, v = wide(1, batch, of_keys), wide(2, batch, of_keys)
+            for head in range(of_keys * group, (of_keys + 1) * group):
+                of_q, of_k, of_v = head_gradients(case, wide(0, batch, head), k, v, wide(3, batch, head), head, put)
+                dq.append(_to_float64(of_q))
+                dk.append(_to_float64(of_k))
+                dv.append(_to_float64(of_v))
+        summed = (np.stack(own).reshape(len(kv_heads), group, case.n, case.d).sum(axis=1) for own in (dk, dv))
+        self.gold = [np.stack(dq), *summed]
+        self.heads = [heads, kv_heads, kv_heads]
+
+    def error(self, result: Any, layout: str) -> float:
+        """The largest relative L2 error of dQ, dK and dV in `result`; infinite where there is a NaN."""
+        errors = []
+        for array, gold, heads in zip(result, self.gold, self.heads, strict=True):
+            got = np.stack([_to_float64(_head(array, layout, *pair)) for pair in heads])
+            errors.append(float(np.linalg.norm(got - gold) / np.linalg.norm(gold)))
+        return math.inf if any(map(math.isnan, errors)) else max(errors)
+
+
+def head_gradients(
+    case: Case, q: Any, k: Any, v: Any, dout: Any, head: int, put: Callable[[NDArray[Any]], Any]
+) -> tuple[Any, Any, Any]:
+    """The gradients of one head by the formula, NumPy or CuPy arrays, a few rows at a time."""
+    scale, (left, right) = case.d**-0.5, case.reach()
+    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    numbers = put(np.arange(case.n))
+    for first in range(0, case.n, ROWS_AT_ONCE):
+        rows = slice(first, first + ROWS_AT_ONCE)
+        distance = numbers - numbers[rows, None]
+        s, slope = scale * q[rows] @ k.T, scale
+        if case.softcap:
+            t = np.tanh(s / case.softcap)
+            s, slope = case.softcap * t, scale * (1 - t**2)
+        if case.alibi:
+            s += float(case.slopes()[head]) * distance
+        s = np.where((distance >= -left) & (distance <= right), s, -np.inf)
+        p = np.exp(s - s.max(axis=1, keepdims=True))
+        p /= p.sum(axis=1, keepdims=True)
+        dp = dout[rows] @ v.T
+        ds = p * (dp - (p * dp).sum(axis=1, keepdims=True)) * slope
+        dq[rows] = ds @ k
+        dk += ds.T @ q[rows]
+        dv += p.T @ dout[rows]
+    return dq, dk, dv
+
+
 def _head(array: Any, layout: str, batch: int, head: int) -> Any:
     return array[batch, :, head] if layout == "bnhd" else array[batch, head]
 
@@ -265,16 +330,17 @@ def compare(case: Case, arrays: Arrays, peers: Sequence[Peer], clock: Clock, fin
 
     `clock` times callables by name, `finish` runs one and waits for it; both are of `cuflash.timing` but in tests.
     """
-    samples = Samples(case, arrays.host)
+    judge = GradientSamples(case, arrays.host, arrays.put) if case.backward else Samples(case, arrays.host)
+    largest = LARGEST_GRADIENT_ERROR if case.backward else LARGEST_ERROR
     ready: dict[str, tuple[Runner, float]] = {}
     excluded: dict[str, str] = {}
     for peer in (CUFLASH, *peers):
-        most = LARGEST_ERROR[case.dtype] * (1 if peer is CUFLASH else PEERS_MAY)
+        most = largest[case.dtype] * (1 if peer is CUFLASH else PEERS_MAY)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # PyTorch warns of every reason for which a backend does not serve
                 runner = peer.make(case, arrays)
-                error = samples.error(finish(runner.forward, f"{peer.name}, {case}"), runner.layout)
+                error = judge.error(finish(runner.run, f"{peer.name}, {case}"), runner.layout)
         except Exception as exception:  # whatever an absent, unfit or broken peer raises is its reason
             excluded[peer.name] = why_excluded(exception)
             continue
@@ -283,7 +349,7 @@ def compare(case: Case, arrays: Arrays, peers: Sequence[Peer], clock: Clock, fin
         else:
             excluded[peer.name] = f"wrong: its relative error is {error:.1e}, and at most {most:.0e} is allowed"
     on_host = {name for name, (runner, _) in ready.items() if runner.on_host}
-    times = clock({name: runner.forward for name, (runner, _) in ready.items()}, on_host)
+    times = clock({name: runner.run for name, (runner, _) in ready.items()}, on_host)
     measured = {name: Measured(tuple(times[name]), error, name in on_host) for name, (_, error) in ready.items()}
     return Comparison(case, _planned(case, arrays), measured, excluded)
 
@@ -299,7 +365,7 @@ def why_excluded(exception: Exception) -> str:
 
 def _planned(case: Case, arrays: Arrays) -> str:
     try:
-        explanation = cuflash.explain(*arrays.cupy, **cuflash_options(case, arrays))
+        explanation = plan_cuflash(case, arrays, prepare=False)
     except Exception as exception:
         return why_excluded(exception)
     return f"{explanation.family} {explanation.config} (from: {explanation.source})"
@@ -389,9 +455,8 @@ def prepare_all(cases: Sequence[Case], numbers: Numbers) -> None:
     """Compile what cuflash needs, in parallel. What does not compile says so when its case is run."""
 
     def prepare(case: Case) -> None:
-        arrays = Arrays(case, numbers)
         try:
-            cuflash.prepare(*arrays.cupy, **cuflash_options(case, arrays))
+            plan_cuflash(case, Arrays(case, numbers), prepare=True)
         except Exception:
             return
 
@@ -444,6 +509,8 @@ def describe(report: Report) -> Iterator[Table | str]:
     on_host = sorted({n for c in report.comparisons for n, measured in c.measured.items() if measured.on_host})
     if on_host:
         yield f"timed by the host's clock, dispatch included: {', '.join(on_host)}"
+    if any(comparison.case.backward for comparison in report.comparisons):
+        yield "gradients: every kernel of the backward pass; operations: 2.5 times those of the forward pass"
     yield "TFLOP/s, ± half the distance of the quartiles; x: how many times as fast cuflash is"
     yield table(report)
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from cuflash import cubins, tuned
 from cuflash.machine import format_bytes
 from cuflash.store import Store, describe_spec, read_collection, write_collection
-from cuflash.winner import GpuConfig, Winner
+from cuflash.winner import BACKWARD, GpuConfig, Winner
 
 CLEARED = ("kernels", "tuned", "all")
 
@@ -42,7 +42,7 @@ def describe_winners() -> Table:
         key, measured = winner.key, winner.measurement
         state = source if stale is None else f"{source}, stale: {stale}"
         gain = f"{measured.gain:.2f}"
-        call = describe_spec(key.spec).replace("-", " ")
+        call = describe_spec(key.spec).replace("-", " ") + (" backward" if key.operation == BACKWARD else "")
         table.add_row(
             key.device.name, call, str(key.bucket), describe_config(winner.config), gain, measured.date, state
         )

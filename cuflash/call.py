@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -29,9 +29,21 @@ from cuflash.config import NumpyConfig
 from cuflash.device import DeviceInfo, device_info
 from cuflash.launch import ADDRESSES, Launch, WgmmaLaunch, make_launch
 from cuflash.problem import VECTOR_BYTES, Operand, Problem, contiguous_strides, read_problem
-from cuflash.winner import key_of
+from cuflash.winner import Key, key_of
 
 MAX_REMEMBERED_CALLS = 4096
+
+Kept = TypeVar("Kept")
+Made = TypeVar("Made")
+Chosen = TypeVar("Chosen", bound="Choice")
+
+
+class Choice(Protocol):
+    """A choice of the planner."""
+
+    @property
+    def source(self) -> str:
+        """Where its configuration came from."""
 
 
 class Options(NamedTuple):
@@ -203,47 +215,54 @@ class Remembered:
 
 OUT = Call._fields.index("out")
 LSE = ADDRESSES.index("lse")  # which has its place among the addresses of the kernel, and is no argument
-REMEMBERED: dict[Any, Remembered] = {}
-tuned.when_changed.append(REMEMBERED.clear)
 
 
-def type_of_each(options: Options) -> Any:
-    """Tells True from 1 and 1 from 1.0, which are equal as keys."""
-    scale, causal, window, softcap, _ = options
-    return scale.__class__, causal.__class__, softcap.__class__, None if window is None else tuple(map(type, window))
+class Memo(Generic[Kept]):
+    """What calls on arrays of a GPU need, made once for each signature: for all that a call is but the addresses.
 
-
-def ready(
-    kind: CupyKind, arrays: Sequence[Any], options: Sequence[Any], return_lse: bool, config: Any
-) -> tuple[Remembered, list[int]]:
-    """What a call needs, remembered or made now, and the addresses of its arrays.
-
-    `arrays` and `options` are in the order of `Call` and `Options`, of which none is made where the call is remembered:
-    it was checked then.
+    Parameters
+    ----------
+    make : callable
+        Checks a call and makes what it needs, from its kind, arrays, options, a flag and a configuration.
     """
-    scale, causal, window, softcap, layout = options
-    try:
-        key, addresses = kind.read(arrays)
-        types = scale.__class__, causal.__class__, softcap.__class__  # as keys, 1, 1.0 and True are equal
-        signature = (*key, *types, scale, causal, softcap, layout, return_lse, config)
-        if window is not None:
-            signature += (window.__class__, *window, *map(type, window))
-        known = REMEMBERED.get(signature)
-    except (AttributeError, RuntimeError, TypeError):  # arrays of several kinds, or unhashable: the checks will tell
-        return remember(kind, Call(*arrays), make_options(*options), return_lse, config), kind.read(arrays)[1]
-    if known is None:
-        configurations = tuned.version()
-        known = remember(kind, Call(*arrays), make_options(*options), return_lse, config)
-        if len(REMEMBERED) >= MAX_REMEMBERED_CALLS:
-            REMEMBERED.clear()
-        REMEMBERED[signature] = known
-        if tuned.version() != configurations:  # another thread has tuned or loaded some meanwhile
-            REMEMBERED.pop(signature, None)
-    return known, addresses
+
+    def __init__(self, make: Callable[[CupyKind, Sequence[Any], Options, bool, Any], Kept]) -> None:
+        self.known: dict[Any, Kept] = {}
+        self._make = make
+        tuned.when_changed.append(self.known.clear)
+
+    def ready(
+        self, kind: CupyKind, arrays: Sequence[Any], options: Sequence[Any], flag: bool, config: Any
+    ) -> tuple[Kept, list[int]]:
+        """What a call needs, remembered or made now, and the addresses of its arrays.
+
+        `options` are in the order of `Options`. Where the call is remembered it was checked then, and neither that nor
+        another tuple of its arguments is made.
+        """
+        scale, causal, window, softcap, layout = options
+        try:
+            key, addresses = kind.read(arrays)
+            types = scale.__class__, causal.__class__, softcap.__class__  # as keys, 1, 1.0 and True are equal
+            signature = (*key, *types, scale, causal, softcap, layout, flag, config)
+            if window is not None:
+                signature += (window.__class__, *window, *map(type, window))
+            known = self.known.get(signature)
+        except (AttributeError, RuntimeError, TypeError):  # arrays of several kinds, or unhashable: checks will tell
+            return self._make(kind, arrays, make_options(*options), flag, config), kind.read(arrays)[1]
+        if known is None:
+            configurations = tuned.version()
+            known = self._make(kind, arrays, make_options(*options), flag, config)
+            if len(self.known) >= MAX_REMEMBERED_CALLS:
+                self.known.clear()
+            self.known[signature] = known
+            if tuned.version() != configurations:  # another thread has tuned or loaded some meanwhile
+                self.known.pop(signature, None)
+        return known, addresses
 
 
-def remember(kind: CupyKind, call: Call, options: Options, return_lse: bool, config: Any) -> Remembered:
+def remember(kind: CupyKind, given: Sequence[Any], options: Options, return_lse: bool, config: Any) -> Remembered:
     """Check, plan, compile and load a call on arrays of a GPU."""
+    call = Call(*given)
     common_kind(call)
     with kind.current(call.q):
         views = call.viewed_by(kind)
@@ -266,15 +285,30 @@ def remember(kind: CupyKind, call: Call, options: Options, return_lse: bool, con
         )
 
 
-def launch_of(problem: Problem, choice: plan.Choice, device: DeviceInfo) -> Launch | WgmmaLaunch:
-    """Compile and load what was chosen; where a tuned configuration cannot be, what comes after it."""
+CALLS = Memo(remember)
+
+
+def first_that_loads(
+    choice: Chosen, make: Callable[[Chosen], Made], choose: Callable[[], Chosen], key: Callable[[], Key]
+) -> Made:
+    """What `make` makes of `choice`; where a tuned configuration cannot be loaded, of what comes after it."""
     while True:
         try:
-            return make_launch(problem, choice, device)
+            return make(choice)
         except RuntimeError as error:  # of NVRTC or the driver
-            if not tuned.refuse(key_of(problem, device), choice.source, error):
+            if not tuned.refuse(key(), choice.source, error):
                 raise
-            choice = plan.choose(problem, device)
+            choice = choose()
+
+
+def launch_of(problem: Problem, choice: plan.Choice, device: DeviceInfo) -> Launch | WgmmaLaunch:
+    """Compile and load what was chosen, or what comes after it."""
+    return first_that_loads(
+        choice,
+        lambda chosen: make_launch(problem, chosen, device),
+        lambda: plan.choose(problem, device),
+        lambda: key_of(problem, device),
+    )
 
 
 def contiguous(call: Call) -> Call:
@@ -286,16 +320,16 @@ def contiguous(call: Call) -> Call:
 def prepare_gpu(call: Call, options: Options, return_lse: bool, config: Any, kind: NumpyKind) -> None:
     """Compile and load what `attend_gpu` needs."""
     with kind.current(call.q):
-        if isinstance(kind, CupyKind) and not ready(kind, call, options, return_lse, config)[0].strided:
+        if isinstance(kind, CupyKind) and not CALLS.ready(kind, call, options, return_lse, config)[0].strided:
             return
         views = call.viewed_by(kind)
-        if ready(CUPY, views, options, return_lse, config)[0].strided:
-            ready(CUPY, contiguous(views), options, return_lse, config)
+        if CALLS.ready(CUPY, views, options, return_lse, config)[0].strided:
+            CALLS.ready(CUPY, contiguous(views), options, return_lse, config)
 
 
 def attend_gpu(kind: CupyKind, arrays: Sequence[Any], options: Sequence[Any], return_lse: bool, config: Any) -> Any:
     """`attention` on arrays of a GPU: a look-up, an allocation and a launch, once the signature is known."""
-    known, addresses = ready(kind, arrays, options, return_lse, config)
+    known, addresses = CALLS.ready(kind, arrays, options, return_lse, config)
     q, out = arrays[0], arrays[OUT]
     if known.strided or known.current_device() != known.device:
         with kind.current(q):

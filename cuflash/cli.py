@@ -43,7 +43,7 @@ Every result is held against float64 before anybody is timed. Whoever is not ins
 listed with the reason. All run in one process, in turn and in reversed order every second round, timed by CUDA events,
 each with a cold L2 cache; figures are medians over the rounds. The presets: papers, D of 64, 128 and 256, N of 1024,
 4096 and 16384, full and causal, in bfloat16; head-dims, D of 72, 80, 96 and 192; gqa, 32 heads to 4; window, 256 keys
-of 16384; softcap; alibi."""
+of 16384; softcap; alibi. With --backward it is the gradients that are compared."""
 RUN_NOTES = """\
 q, k and v are (N, D), (H, N, D) or (B, H, N, D), mask and bias (..., H_q, N_q, N_k) or such that they broadcast to it.
 The .npy format does not know bfloat16: it is read from uint16 bit patterns, or from the 2-byte void that numpy.save
@@ -121,6 +121,7 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--window", nargs=2, type=_bound, metavar=("LEFT", "RIGHT"), help=window_help)
     bench.add_argument("--softcap", type=float, help="scores become softcap * tanh(score / softcap)")
     bench.add_argument("--alibi", action="store_const", const=True, help="scores get ALiBi's linear bias")
+    bench.add_argument("--backward", action="store_const", const=True, help="the gradients, all their kernels counted")
     bench.add_argument("--layout", choices=LAYOUTS, help="order of the axes in memory (default: bnhd)")
     peers_help = f"whom to compare with, of {', '.join(peer.name for peer in PEERS)} (default: all that are installed)"
     bench.add_argument("--peers", type=_peers, default=PEERS, metavar="NAMES", help=peers_help)

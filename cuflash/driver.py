@@ -60,6 +60,11 @@ class Kernel:
 
     def launch(self, parameters: Parameters, stream: int) -> None:
         """Launch on the stream at that address. The driver has copied the parameters when it returns."""
+        self.run(parameters, stream)
+        self._idle.append(parameters)
+
+    def run(self, parameters: Parameters, stream: int) -> None:
+        """As `launch`, with parameters that are used again and not given back."""
         try:
             self._launch(stream, parameters.pointers, 0)
         except self._error as error:
@@ -67,4 +72,3 @@ class Kernel:
                 raise
             self._make_context()
             self._launch(stream, parameters.pointers, 0)
-        self._idle.append(parameters)

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 import cuflash
 from cuflash.arrays import DTYPE_OF
-from cuflash.problem import ITEM_BYTES
-from cuflash.timing import flops
+from cuflash.problem import ITEM_BYTES, Spec
+from cuflash.timing import BACKWARD_WORK, flops
 
 
 class Unserved(Exception):
@@ -39,6 +39,8 @@ class Case:
         Scores get ``slope * (j - i)``, the slopes of Press et al. (2022): ``2 ** (-8 * (head + 1) / heads)``.
     layout : {"bhnd", "bnhd"}
         Order of the axes in memory.
+    backward : bool
+        Whether it is the gradients that are computed, of what the forward pass has left.
     """
 
     d: int
@@ -52,6 +54,7 @@ class Case:
     softcap: float | None = None
     alibi: bool = False
     layout: str = "bnhd"
+    backward: bool = False
 
     def __str__(self) -> str:
         words = [f"D={self.d} N={self.n} {'causal' if self.causal else 'full'}"]
@@ -59,6 +62,7 @@ class Case:
         words += ["window {}:{}".format(*self.window)] if self.window else []
         words += [f"softcap {self.softcap:g}"] if self.softcap else []
         words += ["ALiBi"] if self.alibi else []
+        words += ["backward"] if self.backward else []
         return " ".join(words)
 
     def shape(self, heads: int) -> tuple[int, int, int, int]:
@@ -78,8 +82,12 @@ class Case:
         return np.asarray((distance >= -left) & (distance <= right))
 
     def flops(self) -> float:
-        """Operations, as the papers count them: a causal mask halves them; of a window, the pairs that are seen."""
+        """Operations, as the papers count them: a causal mask halves them; of a window, the pairs that are seen.
+
+        Five products rather than two make 2.5 times as many of the gradients.
+        """
         whole = flops(self.batch, self.heads, self.n, self.n, self.d, self.causal and not self.window)
+        whole *= BACKWARD_WORK if self.backward else 1.0
         if not self.window:
             return whole
         left, right = self.reach()
@@ -101,7 +109,7 @@ class Numbers:
 
     def __init__(self, dtype: str, cases: Sequence[Case], put: Callable[[NDArray[Any]], Any]) -> None:
         random = np.random.default_rng(0)
-        heads = ("heads", "kv_heads", "kv_heads")
+        heads = ("heads", "kv_heads", "kv_heads", *(["heads"] if any(case.backward for case in cases) else []))
         sizes = [max(math.prod(case.shape(getattr(case, which))) for case in cases) for which in heads]
         self.host = [random.standard_normal(size, np.float32).astype(DTYPE_OF[dtype]) for size in sizes]
         self.device = [put(numbers) for numbers in self.host]
@@ -109,13 +117,14 @@ class Numbers:
 
 
 class Arrays:
-    """q, k and v of one case, as arrays of every library, of the same memory where the library allows it."""
+    """q, k, v and for gradients dO of one case, as arrays of every library, of the same memory where that can be."""
 
     def __init__(self, case: Case, numbers: Numbers) -> None:
         shapes = [case.shape(case.heads), case.shape(case.kv_heads), case.shape(case.kv_heads)]
+        shapes += [case.shape(case.heads)] if case.backward else []
         self.case, self.put = case, numbers.put
-        self.host = [x[: math.prod(shape)].reshape(shape) for x, shape in zip(numbers.host, shapes, strict=True)]
-        self.cupy = [x[: math.prod(shape)].reshape(shape) for x, shape in zip(numbers.device, shapes, strict=True)]
+        self.host = [x[: math.prod(shape)].reshape(shape) for x, shape in zip(numbers.host, shapes, strict=False)]
+        self.cupy = [x[: math.prod(shape)].reshape(shape) for x, shape in zip(numbers.device, shapes, strict=False)]
 
     def torch(self, layout: str) -> list[Any]:
         """PyTorch tensors, the axes in the order of `layout`."""
@@ -148,15 +157,16 @@ class Runner(NamedTuple):
 
     Attributes
     ----------
-    forward : callable
-        Computes the case once, without waiting for the GPU unless `on_host`, and returns the result.
+    run : callable
+        Computes the case once, without waiting for the GPU unless `on_host`, and returns the result: O, or the
+        gradients of q, k and v.
     layout : str
         Order of the result's axes.
     on_host : bool
         Whether it must be timed by the host's clock, since it computes on a stream of its own.
     """
 
-    forward: Callable[[], Any]
+    run: Callable[[], Any]
     layout: str
     on_host: bool = False
 
@@ -173,8 +183,26 @@ class Peer(NamedTuple):
 
 
 def make_cuflash(case: Case, arrays: Arrays) -> Runner:
-    """`cuflash.attention`, as it plans the call."""
-    return Runner(functools.partial(cuflash.attention, *arrays.cupy, **cuflash_options(case, arrays)), case.layout)
+    """`cuflash.attention`, or `cuflash.attention_backward`, as it plans the call."""
+    options = cuflash_options(case, arrays)
+    if not case.backward:
+        return Runner(functools.partial(cuflash.attention, *arrays.cupy, **options), case.layout)
+    q, k, v, dout = arrays.cupy
+    out, lse = cuflash.attention_forward(q, k, v, **options)
+    return Runner(functools.partial(cuflash.attention_backward, dout, q, k, v, out, lse, **options), case.layout)
+
+
+def plan_cuflash(case: Case, arrays: Arrays, *, prepare: bool) -> cuflash.Explanation:
+    """How cuflash computes a case; with `prepare`, what it needs is compiled too."""
+    options = cuflash_options(case, arrays)
+    if not case.backward:
+        return (cuflash.prepare if prepare else cuflash.explain)(*arrays.cupy, **options)
+    q, k, v, dout = arrays.cupy
+    if prepare:
+        cuflash.prepare(q, k, v, **options)
+    lse = arrays.put(np.empty((case.batch, case.heads, case.n), Spec(case.dtype, 16, 16).lse_dtype))
+    explain = cuflash.prepare_backward if prepare else cuflash.explain_backward
+    return explain(dout, q, k, v, dout, lse, **options)
 
 
 def cuflash_options(case: Case, arrays: Arrays) -> dict[str, Any]:
@@ -197,6 +225,24 @@ def alibi_bias(case: Case) -> NDArray[Any]:
 # ---- PyTorch ----
 
 
+def run_torch(attend: Callable[..., Any], case: Case, arrays: Arrays, layout: str) -> Runner:
+    """`attend` of q, k and v, PyTorch tensors in `layout`, or the gradients that PyTorch derives of it."""
+    import torch
+
+    tensors = arrays.torch(layout)
+    if not case.backward:
+
+        def run() -> Any:
+            with torch.no_grad():
+                return attend(*tensors)
+
+        return Runner(run, layout)
+    *qkv, dout = tensors
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    out = attend(*leaves)
+    return Runner(lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True), layout)
+
+
 def make_sdpa(backend: str, case: Case, arrays: Arrays) -> Runner:
     """`torch.nn.functional.scaled_dot_product_attention`, by one backend."""
     import torch
@@ -204,39 +250,35 @@ def make_sdpa(backend: str, case: Case, arrays: Arrays) -> Runner:
 
     refuse(case, "window", "softcap", "alibi")
     if backend == "MATH":  # in float32, and softmax makes a second matrix
-        require_memory(3 * case.score_bytes(4))
-    q, k, v = arrays.torch("bhnd")
-    grouped = case.heads != case.kv_heads
+        require_memory((6 if case.backward else 3) * case.score_bytes(4))
     chosen = [getattr(SDPBackend, backend)]
+    options = {"is_causal": case.causal, "enable_gqa": case.heads != case.kv_heads}
 
-    def forward() -> Any:
-        with sdpa_kernel(chosen), torch.no_grad():
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=grouped)
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        with sdpa_kernel(chosen):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
 
-    return Runner(forward, "bhnd")
+    return run_torch(attend, case, arrays, "bhnd")
 
 
 def make_flex(case: Case, arrays: Arrays) -> Runner:
     """FlexAttention, compiled for the case."""
     import torch
+    from torch._functorch import config as functorch_config
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    q, k, v = arrays.torch("bhnd")
-    sees, modified = flex_functions(case, q.device)
+    device = arrays.torch("bhnd")[0].device
+    sees, modified = flex_functions(case, device)
     torch._dynamo.reset()  # it compiles a function for a few shapes only
     compiled = torch.compile(flex_attention, dynamic=False)
     masked = case.causal or case.window
     options = {
         "score_mod": modified if case.softcap or case.alibi else None,
-        "block_mask": create_block_mask(sees, None, None, case.n, case.n, device=q.device) if masked else None,
+        "block_mask": create_block_mask(sees, None, None, case.n, case.n, device=device) if masked else None,
         "enable_gqa": case.heads != case.kv_heads,
     }
-
-    def forward() -> Any:
-        with torch.no_grad():
-            return compiled(q, k, v, **options)
-
-    return Runner(forward, "bhnd")
+    with functorch_config.patch(donated_buffer=False):  # a graph is run backward many times
+        return run_torch(functools.partial(compiled, **options), case, arrays, "bhnd")
 
 
 def flex_functions(case: Case, device: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -262,9 +304,9 @@ def flex_functions(case: Case, device: Any) -> tuple[Callable[..., Any], Callabl
 
 
 def make_fa3(case: Case, arrays: Arrays) -> Runner:
-    """FlashAttention-3, of the packages flash-attn-3 or fa3-fwd."""
+    """FlashAttention-3, of the packages flash-attn-3 or fa3-fwd; the latter has no backward pass."""
     refuse(case, "alibi")
-    module = import_first("flash_attn_interface", "fa3_fwd_interface")
+    module = import_first("flash_attn_interface", *([] if case.backward else ["fa3_fwd_interface"]))
     return make_packaged(module.flash_attn_func, case, arrays, window_size=package_window(case, -1))
 
 
@@ -289,16 +331,12 @@ def make_fa4(case: Case, arrays: Arrays) -> Runner:
 
 def make_packaged(function: Callable[..., Any], case: Case, arrays: Arrays, **options: Any) -> Runner:
     """The `flash_attn_func` of a package."""
-    import torch
 
-    q, k, v = arrays.torch("bnhd")
-
-    def forward() -> Any:
-        with torch.no_grad():
-            result = function(q, k, v, causal=case.causal, softcap=case.softcap or 0.0, **options)
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        result = function(q, k, v, causal=case.causal, softcap=case.softcap or 0.0, **options)
         return result[0] if isinstance(result, tuple) else result
 
-    return Runner(forward, "bnhd")
+    return run_torch(attend, case, arrays, "bnhd")
 
 
 def package_window(case: Case, unbounded: int | None) -> tuple[int | None, int | None]:
@@ -313,7 +351,7 @@ def package_window(case: Case, unbounded: int | None) -> tuple[int | None, int |
 def make_jax(case: Case, arrays: Arrays) -> Runner:
     """`jax.nn.dot_product_attention`, by cuDNN for 16-bit arrays."""
     refuse(case, "softcap", "alibi")
-    q, k, v = arrays.jax()
+    q, k, v, *dout = arrays.jax()
     import jax
 
     options: dict[str, Any] = {"is_causal": case.causal}
@@ -321,16 +359,20 @@ def make_jax(case: Case, arrays: Arrays) -> Runner:
     if case.window:
         options["local_window_size"] = case.reach()
     if options["implementation"] == "xla":
-        require_memory(3 * case.score_bytes(ITEM_BYTES[case.dtype]))
+        require_memory((6 if case.backward else 3) * case.score_bytes(ITEM_BYTES[case.dtype]))
     compiled = jax.jit(functools.partial(jax.nn.dot_product_attention, **options))
-    return Runner(lambda: compiled(q, k, v).block_until_ready(), "bnhd", on_host=True)
+    if not case.backward:
+        return Runner(lambda: compiled(q, k, v).block_until_ready(), "bnhd", on_host=True)
+    _, pull_back = jax.vjp(compiled, q, k, v)
+    pull = jax.jit(lambda function, cotangent: function(cotangent))
+    return Runner(lambda: jax.block_until_ready(pull(pull_back, *dout)), "bnhd", on_host=True)
 
 
 def make_cupy(case: Case, arrays: Arrays) -> Runner:
     """The plain formula, as one writes it in CuPy without a fused kernel."""
     import cupy
 
-    refuse(case, "window", "softcap", "alibi")
+    refuse(case, "window", "softcap", "alibi", "backward")
     require_memory(4 * case.score_bytes(ITEM_BYTES[case.dtype]))
     q, k, v = arrays.cupy if case.layout == "bhnd" else [x.swapaxes(1, 2) for x in arrays.cupy]
     group = case.heads // case.kv_heads
@@ -353,7 +395,8 @@ def make_cupy(case: Case, arrays: Arrays) -> Runner:
 
 def refuse(case: Case, *features: str) -> None:
     """Raise where a case has a feature that an implementation does not have, or not as one option of its call."""
-    lacking = [{"alibi": "ALiBi"}.get(feature, feature) for feature in features if getattr(case, feature)]
+    names = {"alibi": "ALiBi", "backward": "gradients"}
+    lacking = [names.get(feature, feature) for feature in features if getattr(case, feature)]
     if lacking:
         raise Unserved(f"has no option for {' and '.join(lacking)}")
 

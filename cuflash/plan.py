@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from cuflash import tuned
+from cuflash.backward_config import BackwardConfig
 from cuflash.config import (
     AMPERE,
     HOPPER,
@@ -22,7 +23,7 @@ from cuflash.cost_model import cycles_per_score
 from cuflash.device import DeviceInfo
 from cuflash.problem import ITEM_BYTES, Problem, Spec
 from cuflash.tensor_maps import why_no_tensor_map
-from cuflash.winner import GpuConfig, key_of
+from cuflash.winner import GpuConfig
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ class Choice:
     """
 
     family: str
-    config: TileConfig
+    config: TileConfig | BackwardConfig
     source: str
     ruled_out: Mapping[str, str] = field(default_factory=dict)
     stale: str | None = None
@@ -265,19 +266,15 @@ def tuned_choice(problem: Problem, device: DeviceInfo) -> Choice | None:
     """
     if problem.is_empty(want_lse=True):
         return None
-    key = key_of(problem, device)
-    for found in tuned.candidates(key):
-        config = found.winner.config
-        if why_not_tuned(config, problem, device) is None:
-            if found.stale is not None:
-                tuned.report_stale(key, problem, found)
-            if isinstance(config, MmaConfig):
-                config = adapted(config, problem)
-            others = dict.fromkeys(GPU_FAMILIES, f"the {found.source} configuration is of {config.family}")
-            del others[config.family]
-            return Choice(config.family, config, found.source, {**NOT_NUMPY, **others}, found.stale)
-    tuned.report_untuned(key, problem)
-    return None
+    found = tuned.find(problem, device, lambda config: why_not_tuned(config, problem, device))
+    if found is None:
+        return None
+    config = found.winner.config
+    if isinstance(config, MmaConfig):
+        config = adapted(config, problem)
+    others = dict.fromkeys(GPU_FAMILIES, f"the {found.source} configuration is of {config.family}")
+    del others[config.family]
+    return Choice(config.family, config, found.source, {**NOT_NUMPY, **others}, found.stale)
 
 
 def why_not_tuned(config: GpuConfig, problem: Problem, device: DeviceInfo) -> str | None:

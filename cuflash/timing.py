@@ -12,6 +12,7 @@ import numpy as np
 
 HANG_SECONDS = 20.0
 FLUSH_BYTES = 2**30  # several L2 caches
+BACKWARD_WORK = 2.5  # operations of a backward pass, of a forward pass': five products rather than two
 FILLS = (1, 2, 4, 8)  # how often they are written, until that takes the GPU longer than the host takes to queue a run
 
 
@@ -36,28 +37,34 @@ def finish(run: Callable[[], Any], what: str) -> Any:
     return result
 
 
-def time_once(run: Callable[[], object], scratch: Any, what: str) -> float:
-    """Milliseconds of one run of `run` on the GPU's current stream, the L2 overwritten with `scratch` before it.
+def queue(run: Callable[[], object], flush: Callable[[], object], stream: Any = None) -> tuple[Any, Any]:
+    """Queue `flush`, which overwrites the L2, and then `run`: the events before and after that, on CuPy's `stream`.
 
-    The GPU must not be done with that before the host has queued the run, whose time would be that of the host; where
-    it was, both are done again with more to write.
+    The GPU must not be done with the flush before the host has queued the run, whose time would be that of the host;
+    where it was, both are queued again with more to write.
     """
     import cupy
 
-    milliseconds = 0.0
     for fills in FILLS:
         start, end = cupy.cuda.Event(), cupy.cuda.Event()
         for _ in range(fills):
-            scratch.fill(0)
-        start.record()
+            flush()
+        start.record(stream)
         run()
         late = start.done
-        end.record()
-        wait(end, what)
-        milliseconds = float(cupy.cuda.get_elapsed_time(start, end))
+        end.record(stream)
         if not late:
             break
-    return milliseconds
+    return start, end
+
+
+def time_once(run: Callable[[], object], scratch: Any, what: str) -> float:
+    """Milliseconds of one run of `run` on the GPU's current stream, the L2 overwritten with `scratch` before it."""
+    import cupy
+
+    start, end = queue(run, lambda: scratch.fill(0))
+    wait(end, what)
+    return float(cupy.cuda.get_elapsed_time(start, end))
 
 
 def time_on_host(run: Callable[[], object], scratch: Any, what: str) -> float:

@@ -21,10 +21,12 @@ from typing import NamedTuple
 import platformdirs
 
 from cuflash import cubins
+from cuflash.backward_problem import BackwardProblem
+from cuflash.device import DeviceInfo
 from cuflash.problem import Problem
 from cuflash.sources import source_hash
 from cuflash.store import Store, describe_spec, read_collection
-from cuflash.winner import Key, Provenance, Winner
+from cuflash.winner import BACKWARD, GpuConfig, Key, Provenance, Winner, key_of
 
 ENVIRONMENT_VARIABLE = "CUFLASH_REQUIRE_TUNED"
 UNKNOWN = "unknown"
@@ -103,6 +105,26 @@ def _look_up(key: Key) -> list[Found]:
             continue
         found.append(Found(winner, source, why_stale(winner)))
     return sorted(found, key=lambda one: one.stale is not None and one.source != "loaded")
+
+
+def find(
+    problem: Problem | BackwardProblem, device: DeviceInfo, why_not: Callable[[GpuConfig], str | None]
+) -> Found | None:
+    """The first winner that serves a call, `why_not` being None; None where there is none. Either is logged at need.
+
+    Raises
+    ------
+    UntunedError
+        Where there is none, and one is required.
+    """
+    key = key_of(problem, device)
+    for found in candidates(key):
+        if why_not(found.winner.config) is None:
+            if found.stale is not None:
+                report_stale(key, problem, found)
+            return found
+    report_untuned(key, problem)
+    return None
 
 
 def refuse(key: Key, source: str, error: Exception) -> bool:
@@ -234,7 +256,7 @@ def is_required() -> bool:
     return value == "1"
 
 
-def report_untuned(key: Key, problem: Problem) -> None:
+def report_untuned(key: Key, problem: Problem | BackwardProblem) -> None:
     """Say once for each key that the default is used and how to tune it; raise where tuning is required."""
     what = f"no tuned configuration for {_describe(key)}; to tune it: {tune_command(problem)}"
     if is_required():
@@ -244,7 +266,7 @@ def report_untuned(key: Key, problem: Problem) -> None:
         _log.info("%s", what)
 
 
-def report_stale(key: Key, problem: Problem, found: Found) -> None:
+def report_stale(key: Key, problem: Problem | BackwardProblem, found: Found) -> None:
     """Say once for each key that its configuration may no longer be the fastest and how to tune it again."""
     if key not in _told:
         _told.add(key)
@@ -252,9 +274,9 @@ def report_stale(key: Key, problem: Problem, found: Found) -> None:
         _log.info("%s; to tune it again: %s", what, tune_command(problem))
 
 
-def tune_command(problem: Problem) -> str:
+def tune_command(asked: Problem | BackwardProblem) -> str:
     """The command that tunes a problem of these sizes."""
-    spec = problem.spec
+    spec, problem = asked.spec, asked if isinstance(asked, Problem) else asked.forward
     batch = problem.heads_total // max(problem.h_q, 1)
     words = [f"cuflash tune --dtype {spec.dtype} --batch {batch} --heads {problem.h_q} {problem.h_kv}"]
     words.append(f"--seqlen {problem.n_q} {problem.n_k} --head-dim {problem.d} {problem.d_v}")
@@ -266,12 +288,13 @@ def tune_command(problem: Problem) -> str:
         words.append(f"--window {left} {right}")
     flags = {"--softcap": spec.softcap, "--mask": spec.mask, f"--bias {spec.bias}": spec.bias is not None}
     flags |= {"--q-lengths": spec.q_lengths, "--kv-lengths": spec.kv_lengths, "--unaligned": not spec.aligned}
+    flags["--backward"] = asked is not problem
     return " ".join(words + [flag for flag, given in flags.items() if given])
 
 
 def why_stale(winner: Winner) -> str | None:
     """What differs from where `winner` was measured, as far as this machine can tell; None where nothing does."""
-    now, then = current_provenance(winner.config.family), winner.provenance
+    now, then = current_provenance(winner.kernel), winner.provenance
     if now.source != then.source:
         return "was measured with another version of the kernel"
     if now.nvrtc not in (then.nvrtc, UNKNOWN):
@@ -281,9 +304,9 @@ def why_stale(winner: Winner) -> str | None:
     return None
 
 
-def current_provenance(family: str) -> Provenance:
-    """What a kernel of `family` would be measured with here and now."""
-    return Provenance(source_hash(f"forward_{family}"), *_toolchain())
+def current_provenance(kernel: str) -> Provenance:
+    """What a kernel, ``"forward_mma"`` say, would be measured with here and now."""
+    return Provenance(source_hash(kernel), *_toolchain())
 
 
 @functools.cache
@@ -352,7 +375,8 @@ def _shipped() -> dict[Key, Winner]:
 
 
 def _describe(key: Key) -> str:
-    return f"{describe_spec(key.spec)}, {key.bucket}, on {key.device.name}"
+    gradients = "gradients of " if key.operation == BACKWARD else ""
+    return f"{gradients}{describe_spec(key.spec)}, {key.bucket}, on {key.device.name}"
 
 
 def _change(key: Key | None = None) -> None:

@@ -1,7 +1,8 @@
 """A winner: the fastest configuration measured for one kind of call on one kind of GPU, and its form as JSON.
 
 What comes from a file is data: every value is checked here for its type and range before anything is made of it, and
-the legality of a configuration is asked of `cuflash.config` before it is rendered into a kernel.
+the legality of a configuration is asked of `cuflash.config` or `cuflash.backward_config` before it is rendered into a
+kernel.
 """
 
 from __future__ import annotations
@@ -13,20 +14,25 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any, NamedTuple, TypeAlias
 
+from cuflash.backward_config import BackwardConfig, BackwardMmaConfig, BackwardSimtConfig, BackwardWgmmaConfig
+from cuflash.backward_problem import BackwardProblem
 from cuflash.config import MmaConfig, SimtConfig, WgmmaConfig
 from cuflash.device import DeviceInfo
 from cuflash.problem import DTYPES, MAX_HEAD_DIM, Problem, Spec
 
 SCHEMA = 1  # of the JSON below; a configuration field that changes its meaning raises it too
-OPERATION = "forward"
+FORWARD, BACKWARD = "forward", "backward"  # operations
 
 LEAST_SEQLEN, MOST_SEQLEN = 16, 32768  # of a bucket; the last one holds everything longer
 LARGEST_FIELD = 2**20  # of a configuration
-BLOCK_ROWS = 128  # query rows of a nominal block
+BLOCK_ROWS = 128  # query rows, or keys, of a nominal block
 WAVES = {"0.5": 0.5, "1": 1.0, "2": 2.0, "4": 4.0, "more": math.inf}
 
-GpuConfig: TypeAlias = SimtConfig | MmaConfig | WgmmaConfig
-CONFIG_TYPES: dict[str, type[GpuConfig]] = {kind.family: kind for kind in (SimtConfig, MmaConfig, WgmmaConfig)}
+GpuConfig: TypeAlias = SimtConfig | MmaConfig | WgmmaConfig | BackwardConfig
+CONFIG_TYPES: dict[str, dict[str, type[GpuConfig]]] = {
+    FORWARD: {kind.family: kind for kind in (SimtConfig, MmaConfig, WgmmaConfig)},
+    BACKWARD: {kind.family: kind for kind in (BackwardSimtConfig, BackwardMmaConfig, BackwardWgmmaConfig)},
+}
 
 
 class Damaged(ValueError):
@@ -47,7 +53,7 @@ class Bucket(NamedTuple):
     window : int
         Power of two nearest to the number of keys in a window that is bounded on both sides, at most `n_k`; else 0.
     waves : {"0.5", "1", "2", "4", "more"}
-        At most how many times blocks of 128 query rows fill the multiprocessors.
+        At most how many times blocks of 128 query rows, backward of 128 keys, fill the multiprocessors.
     grouped : bool
         Whether several query heads share a head of keys and values.
     """
@@ -70,7 +76,7 @@ class Key(NamedTuple):
     spec: Spec
     bucket: Bucket
     device: DeviceInfo
-    operation: str = OPERATION
+    operation: str = FORWARD
 
 
 class Provenance(NamedTuple):
@@ -124,6 +130,11 @@ class Winner(NamedTuple):
     provenance: Provenance
     measurement: Measurement
 
+    @property
+    def kernel(self) -> str:
+        """The file of its kernel, without the ending."""
+        return f"{self.key.operation}_{self.config.family}"
+
     def as_json(self) -> dict[str, Any]:
         """The winner as JSON knows it, with a checksum."""
         document: dict[str, Any] = {
@@ -137,7 +148,7 @@ class Winner(NamedTuple):
         return {**document, "checksum": checksum(document)}
 
 
-def key_of(problem: Problem, device: DeviceInfo) -> Key:
+def key_of(problem: Problem | BackwardProblem, device: DeviceInfo) -> Key:
     """The key of a call on `device`.
 
     Examples
@@ -149,15 +160,17 @@ def key_of(problem: Problem, device: DeviceInfo) -> Key:
     >>> key_of(cuflash.explain(x, x, x, causal=True).problem, known_device("sm_90")).bucket
     Bucket(n_q=1024, n_k=1024, window=0, waves='0.5', grouped=False)
     """
-    group = problem.h_q // max(problem.h_kv, 1)
-    n_k = nearest_power(problem.n_k)
+    operation, forward = (FORWARD, problem) if isinstance(problem, Problem) else (BACKWARD, problem.forward)
+    group = forward.h_q // max(forward.h_kv, 1)
+    n_k = nearest_power(forward.n_k)
     window = 0
-    if problem.left is not None and problem.right is not None:
-        window = min(nearest_power(problem.left + problem.right + 1), n_k)
-    blocks = problem.heads_total // max(group, 1) * -(-problem.n_q * group // BLOCK_ROWS)
+    if forward.left is not None and forward.right is not None:
+        window = min(nearest_power(forward.left + forward.right + 1), n_k)
+    owned = forward.n_q * group if operation == FORWARD else forward.n_k  # by the blocks of a head of keys
+    blocks = forward.heads_total // max(group, 1) * -(-owned // BLOCK_ROWS)
     waves = next(name for name, most in WAVES.items() if blocks <= most * device.multiprocessors)
-    n_q = 1 if problem.n_q == 1 else nearest_power(problem.n_q)
-    return Key(problem.spec, Bucket(n_q, n_k, window, waves, group > 1), device)
+    n_q = 1 if forward.n_q == 1 else nearest_power(forward.n_q)
+    return Key(problem.spec, Bucket(n_q, n_k, window, waves, group > 1), device, operation)
 
 
 def nearest_power(length: int) -> int:
@@ -210,9 +223,10 @@ def winner_from_json(document: Any) -> Winner:
             raise Damaged("its checksum does not fit")
         names = ("schema", "key", "family", "config", "provenance", "measurement", "checksum")
         _, key, family, config, provenance, measurement, _ = _take(document, "a winner", *names)
+        known = key_from_json(key)
         return Winner(
-            key_from_json(key),
-            config_from_json(family, config),
+            known,
+            config_from_json(known.operation, family, config),
             Provenance(*(_text(part) for part in _take(provenance, "provenance", *Provenance._fields))),
             _measurement(measurement),
         )
@@ -227,16 +241,16 @@ def winner_from_json(document: Any) -> Winner:
 def key_from_json(document: Any) -> Key:
     """Read what `key_as_json` made."""
     operation, device, spec, bucket = _take(document, "key", "operation", "device", "spec", "bucket")
-    if operation != OPERATION:
+    if not isinstance(operation, str) or operation not in CONFIG_TYPES:
         raise Foreign(f"it is for the operation {operation!r}")
-    return Key(_spec(spec), _bucket(bucket), _device(device))
+    return Key(_spec(spec), _bucket(bucket), _device(device), operation)
 
 
-def config_from_json(family: Any, document: Any) -> GpuConfig:
-    """Read what `config_as_json` made of a configuration of `family`. Whether it is legal, its `why_illegal` says."""
-    if not isinstance(family, str) or family not in CONFIG_TYPES:
+def config_from_json(operation: str, family: Any, document: Any) -> GpuConfig:
+    """Read what `config_as_json` made of a configuration. Whether it is legal, its `why_illegal` says."""
+    if not isinstance(family, str) or family not in CONFIG_TYPES[operation]:
         raise Foreign(f"its kernel family is {family!r}")
-    kind = CONFIG_TYPES[family]
+    kind = CONFIG_TYPES[operation][family]
     values = _known_fields(kind, document)
     for name, value in values.items():
         if not isinstance(value, int) or not 0 <= value <= LARGEST_FIELD:

@@ -12,7 +12,8 @@ import time
 
 import numpy as np
 
-from cuflash import reference
+import cuflash
+from cuflash import backward_launch, launch, reference
 from cuflash.device import KNOWN_DEVICES
 from cuflash.problem import ITEM_BYTES
 from cuflash.tuning import worker
@@ -53,10 +54,10 @@ class HostGpu(worker.Gpu):
     def resources(self, launch):
         return 100, 0
 
-    def largest_difference(self):
-        call = self._full
+    def largest_difference(self, call, name):
         item = worker.DTYPE_OF[call.workload.dtype]
-        got, want = (self.download(p, call.out_bytes, item).astype(float) for p in (call.output(), self._reference.ptr))
+        address, size = call.output(name)
+        got, want = (self.download(p, size, item).astype(float) for p in (address, self._reference[name].ptr))
         return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
     def time_in_turn(self, runs):
@@ -88,33 +89,41 @@ class HostLaunch:
         if self.fault == "sticky":
             self.gpu.lost = True
             return
-        address = dict(zip(worker.ADDRESSES, addresses, strict=True))
+        names = launch.ADDRESSES if not call.workload.backward else backward_launch.ADDRESSES
+        address = dict(zip(names, addresses, strict=not call.workload.backward))  # behind them is what one family knows
 
         def at(name, shape, dtype):
             size = int(np.prod(shape)) * np.dtype(dtype).itemsize
             return np.frombuffer((ctypes.c_char * size).from_address(address[name]), dtype).reshape(shape)
 
-        dtype = worker.DTYPE_OF[problem.spec.dtype]
+        written = {name: at(name, *facts) for name, facts in call.outputs().items() if address[name]}
         shapes = problem.shapes()
-        out = at("out", shapes["out"], dtype)
-        lse = at("lse", shapes["out"][:-1], problem.spec.lse_dtype) if address["lse"] else None
-        inputs = [at(name, shape, dtype) for name, shape in call.workload.shapes().items() if name in ("q", "k", "v")]
-        group = problem.h_q // problem.h_kv
-        q, k, v = (x if name == "q" else x.repeat(group, 1) for name, x in zip("qkv", inputs, strict=True))
-        result, sums = reference.standard_attention(
-            q, k, v, **call.workload.options(), return_lse=True, dtype=problem.spec.accumulator
-        )
-        out[...] = result.astype(dtype)
-        if lse is not None:
-            lse[...] = sums
+        given = {name: at(name, shapes[name], problem.spec.dtype) for name in ("q", "k", "v")}
+        options = call.workload.options()
+        if call.workload.backward:
+            given |= {name: at(name, shapes[name], problem.spec.dtype) for name in ("out", "dout")}
+            given["lse"] = at("lse", shapes["lse"], problem.spec.lse_dtype)
+            results = dict(zip(call.outputs(), cuflash.attention_backward(**given, **options), strict=True))
+        else:
+            group = problem.h_q // problem.h_kv
+            q, k, v = (x if name == "q" else x.repeat(group, 1) for name, x in given.items())
+            out, lse = reference.standard_attention(q, k, v, **options, return_lse=True, dtype=problem.spec.accumulator)
+            results = {"out": out, "lse": lse}
+        for name, array in written.items():
+            array[...] = results[name].astype(array.dtype)
+        first = next(iter(written))
+        result = written[first]
         if self.fault == "wrong":
-            out[0, 0, 5] += 1
+            result[0, 0, 5] += 1
         if self.fault == "wrong at full size" and call.workload.seqlen[0] > 333:
-            out[-1, -1, -1] += 1
+            result[-1, -1, -1] += 1
         if self.fault == "unwritten":
-            out[-1, -1, -3:] = np.nan
+            result[-1, -1, -3:] = np.nan
         if self.fault == "overrun":
-            ctypes.memset(address["out"] + out.nbytes, 0, ITEM_BYTES[problem.spec.dtype])
+            ctypes.memset(address[first] + result.nbytes, 0, ITEM_BYTES[problem.spec.dtype])
+        if self.fault == "overrun of the workspace":
+            start, size = call.written(self.config)["workspace"]
+            ctypes.memset(start + size, 0, 4)
 
 
 def compile_nothing(request):

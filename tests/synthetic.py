@@ -53,7 +53,7 @@ def made_up_milliseconds(space, point, effects, pairs, name):
     return math.exp(log + 0.06 * rough)
 
 
-def small_table():
+def small_table(backward=False):
     """An exhaustive table of few points."""
-    workload = Workload("float32", 1, (2, 2), (512, 512), (256, 256))
+    workload = Workload("float32", 1, (2, 2), (512, 512), (256, 256), backward=backward)
     return synthetic_table("small", workload, "simt")

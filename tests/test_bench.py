@@ -44,7 +44,7 @@ def echo(name="echo", change=lambda out: out, on_host=False):
 
     def make(case, arrays):
         runner = peers.make_cuflash(case, arrays)
-        return Runner(lambda: change(runner.forward()), runner.layout, on_host)
+        return Runner(lambda: change(runner.run()), runner.layout, on_host)
 
     return Peer(name, name, make)
 
@@ -198,7 +198,15 @@ def case_with(feature):
 def error_of(make, case):
     arrays = arrays_of(case)
     runner = make(case, arrays)
-    return bench.Samples(case, arrays.host).error(runner.forward(), runner.layout) / bench.LARGEST_ERROR[case.dtype]
+    if case.backward:
+        judge, largest = bench.GradientSamples(case, arrays.host, arrays.put), bench.LARGEST_GRADIENT_ERROR
+    else:
+        judge, largest = bench.Samples(case, arrays.host), bench.LARGEST_ERROR
+    return judge.error(runner.run(), runner.layout) / largest[case.dtype]
+
+
+def gradients_of(feature):
+    return dataclasses.replace(case_with(feature), backward=True)
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -236,6 +244,50 @@ def test_jax_computes_the_case(feature, monkeypatch):
     assert error_of(peers.make_jax, case_with(feature)) < bench.PEERS_MAY
 
 
+@pytest.mark.parametrize("feature", FEATURES)
+def test_cuflash_computes_the_gradients_of_the_case(feature):
+    assert error_of(peers.make_cuflash, gradients_of(feature)) < 1
+
+
+@pytest.mark.parametrize("feature", ["full", "causal", "bhnd", "bfloat16"])
+def test_pytorch_computes_the_gradients_of_the_case(feature, monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.setattr(peers, "require_memory", lambda size: None)
+    case = gradients_of(feature)
+    assert error_of(lambda case, arrays: peers.make_sdpa("MATH", case, arrays), case) < bench.PEERS_MAY
+
+
+def test_jax_computes_the_gradients_of_the_case(monkeypatch):
+    pytest.importorskip("jax")
+    monkeypatch.setattr(peers, "require_memory", lambda size: None)
+    assert error_of(peers.make_jax, gradients_of("causal window")) < bench.PEERS_MAY
+
+
+@pytest.mark.parametrize("which", range(3), ids=["dq", "dk", "dv"])
+@pytest.mark.parametrize("change", WRONG.values(), ids=WRONG)
+def test_peer_with_a_wrong_gradient_is_not_timed(which, change):
+    def changed(gradients):
+        return tuple(change(x) if place == which else x for place, x in enumerate(gradients))
+
+    found = compare(gradients_of("causal"), echo(change=changed))
+    assert list(found.measured) == ["cuflash"]
+    assert found.excluded["echo"].startswith("wrong: its relative error is ")
+
+
+def test_rows_of_a_long_sequence_are_summed_bit_by_bit(monkeypatch):
+    case = gradients_of("causal")
+    arrays = arrays_of(case)
+    whole = bench.GradientSamples(case, arrays.host, arrays.put).gold
+    monkeypatch.setattr(bench, "ROWS_AT_ONCE", 40)
+    parts = bench.GradientSamples(case, arrays.host, arrays.put).gold
+    assert all(np.allclose(x, y, rtol=1e-12, atol=1e-14) for x, y in zip(whole, parts, strict=True))
+
+
+def test_gradients_take_two_and_a_half_times_the_operations():
+    case = case_with("causal")
+    assert dataclasses.replace(case, backward=True).flops() == 2.5 * case.flops()
+
+
 def packaged_attention(taken):
     """`flash_attn_func` of a package that keeps what it was given."""
 
@@ -263,16 +315,38 @@ def test_packages_get_the_axes_and_the_window_that_they_take(make, module, unbou
     case = dataclasses.replace(SMALL.cases()[1], layout="bhnd", window=(20, None))
     runner = make(case, arrays_of(case))
     assert runner.layout == "bnhd"
-    assert tuple(runner.forward().shape) == (2, 96, 4, 32)
+    assert tuple(runner.run().shape) == (2, 96, 4, 32)
     assert taken == {"shape": (2, 96, 4, 32), "causal": True, "softcap": 0.0, "window_size": (20, unbounded)}
+
+
+def test_gradients_of_a_package_are_those_of_its_function(monkeypatch):
+    torch = pytest.importorskip("torch")
+    module = ModuleType("flash_attn_interface")
+
+    def flash_attn_func(q, k, v, causal, softcap, window_size):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        attend = torch.nn.functional.scaled_dot_product_attention
+        return attend(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2), "the log-sum-exp"
+
+    module.flash_attn_func = flash_attn_func
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    assert error_of(peers.make_fa3, gradients_of("causal")) < bench.PEERS_MAY
+
+
+def test_package_of_the_forward_pass_alone_is_not_asked_for_gradients(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", ModuleType("fa3_fwd_interface"))
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    with pytest.raises(ModuleNotFoundError):
+        peers.make_fa3(gradients_of("causal"), arrays_of(gradients_of("causal")))
 
 
 QUICK = [peer for peer in peers.PEERS if peer.name != "flex"]  # which would call a C++ compiler on a CPU
 
 
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("peer", QUICK, ids=lambda peer: peer.name)
-def test_every_peer_is_ready_or_has_a_reason_on_this_machine(peer):
-    found = compare(case_with("ALiBi"), peer)
+def test_every_peer_is_ready_or_has_a_reason_on_this_machine(peer, backward):
+    found = compare(dataclasses.replace(case_with("ALiBi"), backward=backward), peer)
     assert (peer.name in found.measured) != (peer.name in found.excluded)
 
 
@@ -383,6 +457,18 @@ def test_json_holds_every_figure(tmp_path):
 
 
 @pytest.mark.usefixtures("small_ceiling")
+def test_run_of_gradients_says_what_is_counted(tmp_path):
+    cases = dataclasses.replace(SMALL, backward=True).cases()
+    _, text = run(cases, echo(), json_file=tmp_path / "o.json")
+    assert "2.5 times those of the forward pass\n" in text
+    assert "float32 D=32 N=96 full 4:2 heads backward: cuflash " in text
+    first = json.loads((tmp_path / "o.json").read_text())["cases"][0]
+    assert first["case"]["backward"]
+    assert first["plan"].startswith("numpy NumpyConfig(")
+    assert set(first["results"]) == {"cuflash", "echo"}
+
+
+@pytest.mark.usefixtures("small_ceiling")
 def test_case_beyond_the_budget_is_not_begun_and_is_listed(monkeypatch, tmp_path):
     ticks = itertools.count(0, 10)
     monkeypatch.setattr(bench.time, "monotonic", lambda: next(ticks))
@@ -435,7 +521,7 @@ def test_run_that_the_host_queues_too_late_is_timed_again_after_more_writing(hos
     host, gpu, fills, runs = [0.0], [0.0], [], []  # clocks of the two, in the time that one fill takes
 
     class Event:
-        def record(self):
+        def record(self, stream):
             self.at = gpu[0] = max(gpu[0], host[0])
 
         @property
@@ -520,8 +606,9 @@ def test_options_replace_what_the_preset_says(with_gpu):
 
 def test_features_and_sizes_can_be_given(with_gpu):
     options = "--preset gqa --window 255 none --softcap 30 --alibi --layout bhnd --tokens 8192 --heads 16 --kv-heads 2"
-    assert bench_command(options) == 0
+    assert bench_command(f"{options} --backward") == 0
     (case,) = with_gpu["cases"]
+    assert case.backward
     assert case.window == (255, None)
     assert (case.softcap, case.alibi, case.layout) == (30.0, True, "bhnd")
     assert (case.batch, case.heads, case.kv_heads) == (2, 16, 2)

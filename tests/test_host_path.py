@@ -5,6 +5,7 @@ The arrays are CuPy's, over memory of the host that nobody reads; the driver is 
 
 import contextlib
 import ctypes
+import struct
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,8 +14,9 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import arrays, call, driver, launch
+from cuflash import arrays, backward, backward_launch, call, driver, launch
 from cuflash.arrays import CUPY
+from cuflash.backward_config import BackwardSimtConfig
 from cuflash.call import Call, Options
 from cuflash.config import SimtConfig
 from cuflash.device import known_device
@@ -178,7 +180,7 @@ def planned(monkeypatch):
         made.append(problem)
         return lambda addresses, stream: launches.append((list(addresses), stream))
 
-    monkeypatch.setattr(call, "REMEMBERED", {})
+    monkeypatch.setattr(call.CALLS, "known", {})
     monkeypatch.setattr(call, "make_launch", make_launch)
     monkeypatch.setattr(call, "device_info", lambda index: known_device("sm_90"))
     monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: 0)
@@ -291,7 +293,7 @@ def test_strides_of_an_axis_of_one_element_do_not_matter(planned):
     first = planned.made[0]
     cuflash.attention(odd, one, one)
     assert len(planned.made) == 1
-    call.REMEMBERED.clear()
+    call.CALLS.known.clear()
     cuflash.attention(odd, one, one)
     assert planned.made[1] == first
 
@@ -365,8 +367,8 @@ def test_call_on_another_current_device_goes_to_the_device_of_the_arrays(planned
         current[0] = 1
 
     monkeypatch.setattr(arrays.CupyKind, "current", enter)
-    moved = {key: replace(known, current_device=lambda: current[0]) for key, known in call.REMEMBERED.items()}
-    call.REMEMBERED.update(moved)
+    moved = {key: replace(known, current_device=lambda: current[0]) for key, known in call.CALLS.known.items()}
+    call.CALLS.known.update(moved)
     cuflash.attention(Q, K, V)
     assert len(entered) == 1
     assert entered[0] is Q
@@ -377,11 +379,100 @@ def test_remembered_calls_are_bounded(planned, monkeypatch):
     monkeypatch.setattr(call, "MAX_REMEMBERED_CALLS", 4)
     for n in range(1, 12):
         cuflash.attention(at(FIRST, (n, 32)), K[0, 0], V[0, 0])
-        assert len(call.REMEMBERED) <= 4
+        assert len(call.CALLS.known) <= 4
 
 
 def test_ready_says_what_a_prepared_call_needs(planned):
-    known, addresses = call.ready(CUPY, Call(Q, K, V), Options(), False, None)
+    known, addresses = call.CALLS.ready(CUPY, Call(Q, K, V), Options(), False, None)
     assert addresses == [*map(address, (Q, K, V)), 0, 0, 0, 0, 0]
     assert not known.strided
-    assert call.ready(CUPY, Call(Q, K, V), Options(), False, None)[0] is known
+    assert call.CALLS.ready(CUPY, Call(Q, K, V), Options(), False, None)[0] is known
+
+
+# the backward pass
+
+OUT, DOUT = (at(FIRST + number * (1 << 24)) for number in (4, 5))
+ROWS = at(FIRST + (6 << 24), (2, 4, 64), np.float32)
+WORKSPACE = 1 << 50
+
+
+@pytest.fixture
+def gradients(monkeypatch):
+    """As `planned`, of the backward pass; the gradients that are made are those in `new`."""
+    launches, made, new = [], [], []
+
+    def make_launch(problem, choice, device):
+        made.append(problem)
+        return lambda addresses, stream: launches.append((list(addresses), stream))
+
+    def maker(self, shape, dtype, q):
+        place = len(new) if len(shape) > 1 else None
+        new.append(at(FIRST + (8 + len(new) << 24) if place is not None else WORKSPACE, shape, arrays.DTYPE_OF[dtype]))
+        return lambda like, array=new[-1]: array
+
+    monkeypatch.setattr(backward.CALLS, "known", {})
+    monkeypatch.setattr(backward, "make_backward_launch", make_launch)
+    monkeypatch.setattr(backward, "device_info", lambda index: known_device("sm_90"))
+    monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: 0)
+    monkeypatch.setattr(arrays.CupyKind, "current", lambda self, like: contextlib.nullcontext())
+    monkeypatch.setattr(arrays.CupyKind, "maker", maker)
+    return SimpleNamespace(launches=launches, made=made, new=new)
+
+
+def test_addresses_of_the_backward_pass_are_in_the_order_of_the_kernels(gradients):
+    dlse = at(FIRST + (7 << 24), ROWS.shape, np.float32)
+    results = cuflash.attention_backward(
+        DOUT, Q, K, V, OUT, ROWS, dlse=dlse, config=BackwardSimtConfig(32, 32, 128, 16)
+    )
+    assert all(result is made for result, made in zip(results, gradients.new, strict=False))
+    offsets, _ = backward.workspace_layout(gradients.made[0], BackwardSimtConfig(32, 32, 128, 16))
+    given = {"q": Q, "k": K, "v": V, "out": OUT, "dout": DOUT, "lse": ROWS, "dlse": dlse}
+    by_name = given | dict(zip(backward_launch.OUTPUTS, results, strict=False))
+    names = (*backward_launch.INPUTS, *backward_launch.OUTPUTS)
+    expected = [address(by_name.get(name)) for name in names] + [WORKSPACE + offset for offset in offsets]
+    assert gradients.launches == [(expected, None)]
+
+
+def test_second_call_of_the_backward_pass_is_not_checked_again(gradients):
+    for _ in range(2):
+        cuflash.attention_backward(DOUT, Q, K, V, OUT, ROWS, causal=True)
+    assert (len(gradients.made), len(gradients.launches)) == (1, 2)
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"scale": 0.5}, {"return_dbias": True}, {"softcap": 2.0}])
+def test_call_of_the_backward_pass_that_differs_is_checked_anew(gradients, options):
+    given = {"bias": at(FIRST + (30 << 24), (64, 64))}
+    for more in ({}, options, options):
+        cuflash.attention_backward(DOUT, Q, K, V, OUT, ROWS, **given, **more)
+    assert len(gradients.made) == 2
+
+
+@pytest.mark.parametrize(("good", "bad", "name"), EQUAL_AS_KEYS.values(), ids=EQUAL_AS_KEYS)
+def test_remembered_backward_call_does_not_let_an_equal_value_of_another_type_pass(gradients, good, bad, name):
+    cuflash.attention_backward(DOUT, Q, K, V, OUT, ROWS, **good)
+    with pytest.raises((TypeError, ValueError), match=name):
+        cuflash.attention_backward(DOUT, Q, K, V, OUT, ROWS, **bad)
+    assert len(gradients.launches) == 1
+
+
+@pytest.mark.parametrize("place", range(6))
+def test_missing_or_foreign_array_of_the_backward_pass_is_refused_after_a_good_call_too(gradients, place):
+    given = [DOUT, Q, K, V, OUT, ROWS]
+    cuflash.attention_backward(*given)
+    for other in (None, np.zeros((2, 4, 64, 32), np.float16)):
+        with pytest.raises(TypeError, match=r"must be of one kind|must be a NumPy"):
+            cuflash.attention_backward(*given[:place], other, *given[place + 1 :])
+    assert len(gradients.launches) == 1
+
+
+def test_kernels_of_a_part_are_launched_with_one_block(fake):
+    sizes = bytes(i % 256 for i in range(backward_launch.SIZE_BLOCK.size))
+    none = (0,) * len(backward_launch.ADDRESSES)
+    part = backward_launch.Part(None, (), ((none, sizes),), tail=b"tail")
+    kernels = tuple(driver.Kernel(SimpleNamespace(ptr=i), 1, 32, 0, bytes(4096)) for i in range(3))
+    given = [*range(101, 101 + len(none)), 7, 8]
+    fake.size = len(backward_launch.ADDRESSES) * 8 + len(sizes) + 16 + 4
+    backward_launch.BackwardLaunch(((kernels, part),))(given, STREAM)
+    block = backward_launch.ADDRESS_BLOCK.pack(*given[:-2]) + sizes + struct.pack("<2Q", 7, 8) + b"tail"
+    assert fake.launches == [(block, 9)] * 3
+    assert [len(kernel._idle) for kernel in kernels] == [0, 0, 1]

@@ -30,8 +30,8 @@ def usable(point, ratio):
 
 def test_the_heat_map_has_the_least_time_of_each_tile(tmp_path):
     found = studied(tmp_path, lambda point: usable(point, 1 + 0.01 * point[B_R] + 0.001 * point[B_C]))
-    axis, rows, columns, least = report.heat_map(found)
-    assert axis == "b_r"
+    axes, rows, columns, least = report.heat_map(found)
+    assert axes == ("b_r", "b_c")
     assert rows == sorted({point[B_R] for point in SPACE.points})
     assert columns == sorted({point[B_C] for point in SPACE.points})
     there = {(point[B_R], point[B_C]) for point in SPACE.points}

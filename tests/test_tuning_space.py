@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cuflash import plan
+from cuflash import backward_plan, plan
 from cuflash.device import KNOWN_DEVICES, known_device
 from cuflash.tuning import Workload, like, preset
 from cuflash.tuning.space import Space, section_of
@@ -18,6 +18,9 @@ WORKLOADS = [
     (Workload("float16", 1, (16, 16), (2048, 2048), (256, 64)), "sm_75", "mma"),
     (Workload("float32", 1, (16, 16), (2048, 2048), (128, 128)), "sm_89", "mma"),
     (Workload("float64", 1, (4, 4), (2048, 2048), (64, 64)), "sm_120", "simt"),
+    (Workload("bfloat16", 4, (32, 8), (4096, 4096), (128, 128), CAUSAL, backward=True), "sm_80", "mma"),
+    (Workload("float32", 1, (16, 16), (2048, 2048), (64, 64), softcap=True, backward=True), "sm_90", "mma"),
+    (Workload("float64", 1, (4, 4), (2048, 2048), (64, 64), backward=True), "sm_75", "simt"),
 ]
 
 
@@ -30,7 +33,8 @@ def case(request):
 def test_the_default_is_the_first_point(case):
     space, family = case
     assert space.family == family
-    assert space.default == plan.default_choice(space.problem, space.device).config
+    choose = plan.default_choice if space.operation == "forward" else backward_plan.default_backward_choice
+    assert space.default == choose(space.problem, space.device).config
     assert space.config(space.points[0]) == space.default
     assert space.point(space.default) == space.points[0]
 
@@ -45,7 +49,7 @@ def test_every_point_is_legal_and_there_are_some(case):
 def test_no_two_points_are_the_same_kernel_launched_the_same_way(case):
     space, _ = case
     effects = [
-        (*space.config(point).constants().items(), section_of(space.problem, space.config(point)))
+        (*space.config(point).constants().items(), section_of(space.problem, space.config(point), space.device))
         for point in space.points
     ]
     assert len(set(effects)) == len(space.points)
@@ -68,6 +72,11 @@ def test_what_is_no_point_is_none(case):
     assert space.point(other) is None
 
 
+def test_tiles_of_the_gradients_are_no_point_of_the_forward_pass():
+    space = Space.legal(Workload("float64", 1, (4, 4), (512, 512), (64, 64)).problem(), HOPPER)
+    assert space.point(backward_plan.backward_simt_default(space.problem.spec, HOPPER)) is None
+
+
 def test_sections_count_only_where_rows_see_different_numbers_of_keys():
     full, causal = (
         Space.legal(Workload("bfloat16", 4, (16, 16), (4096, 4096), (128, 128), mask).problem(), HOPPER)
@@ -75,6 +84,14 @@ def test_sections_count_only_where_rows_see_different_numbers_of_keys():
     )
     assert {point[-1] for point in full.points} == {full.default.section_mb}
     assert len({point[-1] for point in causal.points}) > 1
+
+
+def test_hopper_family_of_the_gradients_has_a_space():
+    problem = Workload("bfloat16", 4, (16, 16), (4096, 4096), (128, 128), CAUSAL, backward=True).problem()
+    space = Space.legal(problem, HOPPER, "wgmma")
+    assert space.kernel == "backward_wgmma"
+    assert space.config(space.points[0]) == space.default == backward_plan.backward_wgmma_default(problem.spec, HOPPER)
+    assert len({section_of(problem, space.config(point), HOPPER) for point in space.points}) > 1
 
 
 def test_the_fingerprint_tells_spaces_apart():
@@ -125,10 +142,10 @@ def test_workloads_survive_json():
 
 def test_a_workload_says_what_it_is():
     full = Workload(
-        "float16", 2, (8, 2), (1, 100), (64, 32), None, (10, None), True, True, "float32", True, True, False
+        "float16", 2, (8, 2), (1, 100), (64, 32), None, (10, None), True, True, "float32", True, True, False, True
     )
     assert str(full) == (
-        "float16 2x8/2x1/100x64/32 window 10,none softcap mask q_lengths kv_lengths bias float32 unaligned"
+        "float16 2x8/2x1/100x64/32 window 10,none softcap mask q_lengths kv_lengths bias float32 unaligned backward"
     )
 
 

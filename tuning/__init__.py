@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cuflash.tuning.workload import Workload, like, preset
+from cuflash.tuning.workload import Workload, like, preset, with_gradients
 
 if TYPE_CHECKING:
     from cuflash.tuning.campaign import tune
 
-__all__ = ["Workload", "like", "preset", "tune"]
+__all__ = ["Workload", "like", "preset", "tune", "with_gradients"]
 
 
 def __getattr__(name: str) -> Any:

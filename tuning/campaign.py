@@ -33,6 +33,7 @@ from cuflash.tuning.workload import Workload
 SILENCE_SECONDS = 900.0  # after which a process is taken for dead
 COMMAND = (sys.executable, "-m", "cuflash.tuning.campaign")
 RESTARTS = 2  # of a process that died
+ENDING_SHARE, ENDING_SECONDS = 0.05, 5.0  # of a budget, and at most: the last batch of candidates, ending processes
 
 Report = Callable[[Event], None]
 
@@ -117,7 +118,7 @@ def tune(
         ``postgresql://``, ``mysql://`` or ``journal:///path``: studies that several machines share. By default a
         journal in the user's data directory.
     compilers : int, optional
-        How many candidates are compiled at a time, by default one for each processor.
+        How many candidates are compiled at a time, by default one for each processor but one.
     seed : int
     report : callable, optional
         Called with an `Event` after every measurement.
@@ -141,27 +142,48 @@ def tune(
     """
     if not devices:
         raise ValueError("devices must name a GPU")
-    each = max(1, (compilers or available_processors()) // len(devices))
+    each = compilers_of_each(compilers, len(devices))
     plan = Plan(workloads, read_budget(budget), tuple(devices), storage, each, seed)
     found = {result.workload: result for result in carry_out(plan, report)}
     return [found[workload] for workload in workloads if workload in found]
 
 
 def available_processors() -> int:
-    """How many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    """How many processors this process may use, a container's quota counted."""
+    if sys.platform != "linux":
+        return os.cpu_count() or 1
+    return int(min(len(os.sched_getaffinity(0)), max(processor_quota(), 1.0)))
+
+
+def processor_quota(control_groups: Path = Path("/sys/fs/cgroup")) -> float:
+    """How many processors' time a container may use; infinite where there is no limit, or none that can be read."""
+    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):  # version 2, of the container's own group
+        quota, period = (control_groups / "cpu.max").read_text().split()
+        return int(quota) / int(period) if quota != "max" else math.inf
+    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+        quota, period = ((control_groups / "cpu" / f"cpu.cfs_{what}_us").read_text() for what in ("quota", "period"))
+        return int(quota) / int(period) if int(quota) > 0 else math.inf
+    return math.inf
+
+
+def compilers_of_each(compilers: int | None, devices: int) -> int:
+    """How many candidates each process compiles at a time: unless told, a processor is left to the one with the GPU."""
+    return max(1, (compilers or available_processors()) // devices - (compilers is None))
 
 
 def carry_out(plan: Plan, report: Report | None = None) -> Iterator[Result]:
     """Tune, and yield what came of each workload as soon as it is known."""
     if not plan.workloads:
         return
+    began = time.monotonic()
     shared = plan.storage is not None or len(plan.devices) > 1
     plan = plan._replace(run=uuid.uuid4().hex[:12], shared=shared, workloads=list(dict.fromkeys(plan.workloads)))
     with tempfile.TemporaryDirectory(prefix="cuflash-tune-") as folder:
         plan = plan._replace(folder=folder)
         if plan.storage is None and not plan.replay:
             plan = plan._replace(storage=record.own_journal(*_where_measured(plan.devices)))
+        to_the_end = min(ENDING_SHARE * plan.seconds, ENDING_SECONDS) if math.isfinite(plan.seconds) else 0.0
+        plan = plan._replace(seconds=plan.seconds - to_the_end - (time.monotonic() - began))
         if len(plan.devices) == 1:
             yield from run_on(plan, 0, report)
             return
@@ -176,7 +198,7 @@ def _where_measured(devices: Sequence[int]) -> tuple[str, str]:
     if any(gpu != gpus[0] for gpu in gpus):
         names = " and ".join(sorted({gpu.name for gpu in gpus}))
         raise ValueError(f"GPUs that share a study must be of one model, got {names}")
-    made_with = [tuned.current_provenance(family) for family in AXES]
+    made_with = [tuned.current_provenance(kernel) for kernel in AXES]
     return gpus[0].name, hashlib.sha256(repr((gpus[0], made_with)).encode()).hexdigest()[:8]
 
 

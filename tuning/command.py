@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from cuflash.problem import DTYPES
-from cuflash.tuning.workload import DIAGONALS, PRESETS, Workload, like, preset
+from cuflash.tuning.workload import DIAGONALS, PRESETS, Workload, like, preset, with_gradients
 
 if TYPE_CHECKING:
     from cuflash.tuning.session import Event, Result
@@ -24,7 +24,7 @@ NOTES = """\
 Without shapes, the workloads of a preset are tuned: llm, causal prefill and decoding of language models; vit, encoders
 of images; long, sequences of 32768 and more. One workload stands for all calls of its size bucket. With --heads,
 --seqlen and --head-dim, one workload: pairs are of queries and keys (or values), and one number stands for both. With
---like, that of q, k and v in .npy files, of which only the headers are read.
+--like, that of q, k and v in .npy files, of which only the headers are read. --backward adds the gradients of each.
 
 Winners go where calls find them (`cuflash cache list`). Ctrl-C keeps what was found; the same command goes on where it
 stopped. Measurements and the journal of the studies, which optuna-dashboard opens, are in the folder that is printed.
@@ -58,25 +58,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--q-lengths", action="store_true", help="queries differ in length")
     what.add_argument("--kv-lengths", action="store_true", help="keys differ in length")
     what.add_argument("--unaligned", action="store_true", help="rows are not made of whole 16-byte vectors")
+    what.add_argument("--backward", action="store_true", help="the gradients too, of all but decoding")
     how = parser.add_argument_group("how")
     budget_help = "time for all: 60s, 5m, 2h; full measures every legal point (default: 5m)"
     how.add_argument("--budget", default="5m", metavar="TIME", help=budget_help)
     how.add_argument("--devices", default="0", metavar="LIST", help="CUDA's numbers, such as 0,1, or all (default: 0)")
     how.add_argument("--storage", metavar="URL", help="where studies are kept and shared (default: a journal file)")
-    how.add_argument("--compilers", type=_positive, metavar="N", help="compile so many at a time (default: one a core)")
+    how.add_argument("--compilers", type=_positive, metavar="N", help="compiled at a time (default: a core is left)")
     how.add_argument("--seed", type=int, default=0, help="of the search (default: 0)")
     replay_help = "tune on recorded sweeps in place of a GPU; nothing is kept"
     how.add_argument("--replay", nargs="+", type=Path, metavar="sweep.json.gz", help=replay_help)
 
 
 def workloads_of(options: argparse.Namespace) -> list[Workload]:
-    """The workloads that the options name.
+    """The workloads that the options name, with `--backward` their gradients too.
 
     Raises
     ------
     TypeError, ValueError
         When they contradict each other, or no call can be so.
     """
+    if not options.backward:
+        return _calls_of(options)
+    if options.replay:
+        raise ValueError("--backward adds to what is tuned, and a replay is of what was recorded")
+    return with_gradients(_calls_of(options))
+
+
+def _calls_of(options: argparse.Namespace) -> list[Workload]:
+    """The calls of `attention` that the options name."""
     shaped = options.heads or options.seqlen or options.head_dim
     given = [name for name in ("preset", "like", "replay") if getattr(options, name)] + ["shapes"] * bool(shaped)
     if len(given) > 1:
@@ -128,16 +138,18 @@ def run(options: argparse.Namespace, console: Console) -> int:
     TypeError, ValueError
         When an argument cannot be used.
     """
+    began = time.monotonic()
     from optuna.exceptions import OptunaError
 
     from cuflash.tuning import campaign, record
     from cuflash.tuning.session import read_budget
 
     workloads, devices = workloads_of(options), devices_of(options)
-    each = max(1, (options.compilers or campaign.available_processors()) // len(devices))
+    each = campaign.compilers_of_each(options.compilers, len(devices))
+    budget = read_budget(options.budget)
     plan = campaign.Plan(
         workloads,
-        read_budget(options.budget),
+        budget - (time.monotonic() - began),
         devices,
         options.storage,
         each,
@@ -145,7 +157,6 @@ def run(options: argparse.Namespace, console: Console) -> int:
         tuple(map(str, options.replay or ())),
     )
     results: list[Result] = []
-    began = time.monotonic()
     level = logging.getLogger("cuflash").level
     logging.getLogger("cuflash").setLevel(logging.WARNING)  # each of the compilations would be announced
     try:

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from cuflash.backward_problem import BackwardProblem
 from cuflash.tuning.processes import Compiled, Died, Machine, as_document
-from cuflash.tuning.space import Point, Space, section_of
+from cuflash.tuning.space import Point, Space, default_of, section_of
 
 if TYPE_CHECKING:
     from cuflash.tuning.workload import Workload
@@ -23,7 +24,8 @@ BATCH = 16  # candidates that are timed in turn with one anchor
 ROUNDS = 5
 GIVE_UP = 3.0  # times the anchor's time: a slower candidate is run once
 SLOWEST_FLOPS = 2e12  # a kernel that is slower than this hangs,
-HANG_SECONDS = 5.0  # if it takes as much longer
+HANG_SECONDS = 3.0  # if it takes as much longer
+COMPILING_SECONDS = 1.0  # after which a search may look at the clock
 SILENCE_SECONDS = 60.0  # beyond that: arrays are made, modules are loaded
 INNOCENT_DEATHS = 3  # of the process, in a row, with no candidate to blame
 ANCHOR = 0
@@ -79,7 +81,7 @@ class Backend(Protocol):
         """Set a candidate on its way."""
 
     def collect(self) -> list[Measurement]:
-        """Wait for what came of some of those on their way, and return it."""
+        """Wait a moment for what came of those on their way, and return it."""
 
     def finals(self, points: Sequence[Point], rounds: int) -> list[Measurement]:
         """Time `points` and the default in turn, `rounds` times each."""
@@ -110,6 +112,8 @@ class GpuBackend:
         self._waiting: list[Attempt] = []
         self._of_binary: dict[tuple[str, int], Measurement] = {}
         self._hang_seconds = HANG_SECONDS + workload.flops() / SLOWEST_FLOPS
+        problem = space.problem  # gradients need O and LSE
+        self._forward = default_of(problem.forward, space.device) if isinstance(problem, BackwardProblem) else None
 
     @property
     def ahead(self) -> int:
@@ -122,12 +126,13 @@ class GpuBackend:
 
     def submit(self, point: Point) -> None:
         """Start to compile a candidate."""
+        self._prepare()
         self._compiling[point] = self._compile(point)
 
     def collect(self) -> list[Measurement]:
         """Measure those that have been compiled, once there are any."""
         if not self._waiting and self._compiling:
-            wait(self._compiling.values(), return_when=FIRST_COMPLETED)
+            wait(self._compiling.values(), COMPILING_SECONDS, FIRST_COMPLETED)
         found: list[Measurement] = []
         for point in [point for point, future in self._compiling.items() if future.done()]:
             attempt = Attempt(point, self._compiling.pop(point).result())
@@ -141,7 +146,8 @@ class GpuBackend:
         twins: list[tuple[Attempt, tuple[str, int]]] = []
         while self._waiting and len(batch) < BATCH:
             attempt = self._waiting.pop(0)
-            binary = attempt.compiled.cubin, section_of(self._space.problem, self._space.config(attempt.point))
+            config = self._space.config(attempt.point)
+            binary = attempt.compiled.cubin, section_of(self._space.problem, config, self._space.device)
             if binary in batch or binary in self._of_binary:
                 twins.append((attempt, binary))
             else:
@@ -172,11 +178,21 @@ class GpuBackend:
         self._compiling.clear()
         self._waiting.clear()
 
+    def _prepare(self) -> list[Future[Compiled]]:
+        """Compile what every measurement needs: the default, and the forward pass of gradients."""
+        needed = [self._compile(self._space.points[0])]
+        if self._forward is not None:
+            forward = self._workload._replace(backward=False)
+            needed.append(self._machine.compile(forward, self._forward, self._architecture))
+        return needed
+
     def _compile(self, point: Point) -> Future[Compiled]:
         return self._machine.compile(self._workload, self._space.config(point), self._architecture)
 
     def _measure(self, points: Sequence[Point], rounds: int, give_up: float | None) -> list[Measurement]:
         """Measure each of `points` or find out why that cannot be done, whatever happens to the process."""
+        for future in self._prepare():
+            future.result()
         found: dict[Point, Measurement] = {}
         innocent = 0
         while left := [point for point in points if point not in found]:
@@ -213,6 +229,8 @@ class GpuBackend:
             "rounds": rounds,
             "hang_seconds": self._hang_seconds,
         }
+        if self._forward is not None:
+            request["forward"] = as_document(self._forward)
         return request if give_up is None else {**request, "give_up": give_up}
 
     def _silence(self) -> float:

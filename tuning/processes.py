@@ -23,9 +23,8 @@ from typing import IO, Any, NamedTuple
 
 from cuflash import cubins
 from cuflash.device import DeviceInfo
-from cuflash.tuning.space import GpuConfig
 from cuflash.tuning.workload import Workload
-from cuflash.winner import config_as_json
+from cuflash.winner import GpuConfig, config_as_json
 
 START_SECONDS = 180.0  # for a process to import CuPy and make a CUDA context
 COMPILE_SECONDS = 120.0
@@ -230,7 +229,7 @@ class Machine:
 
     def compile(self, workload: Workload, config: GpuConfig, architecture: str) -> Future[Compiled]:
         """Compile `config` for `workload` in the background, unless what it compiles to is on its way already."""
-        binary = (workload.problem().spec, architecture, config.family, *config.constants().items())
+        binary = (workload.problem().spec, architecture, type(config), *config.constants().items())
         if binary not in self._compiled:
             request = {
                 "do": "compile",

@@ -1,7 +1,7 @@
 """What the studies in a storage hold: a table, and for each study a picture of three panels.
 
 The panels: the times in the order in which they were measured, and the best so far; how much each axis matters, by
-Optuna's PED-ANOVA; and the least time over B_r and B_c.
+Optuna's PED-ANOVA; and the least time over B_r and B_c, or what a family has in their place.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ROWS = ("b_r", "consumers")  # whichever a family has; a consumer is 64 rows
-COLUMNS = "b_c"
+COLUMNS = ("b_c", "k_stages")
+LABELS = {"b_r": "B_r", "b_c": "B_c", "consumers": "consumer warpgroups (64 rows each)", "k_stages": "tiles of K"}
 SHOWN = 3.0  # times the best: slower ones are drawn at the edge
 
 
@@ -123,21 +124,21 @@ def _draw_importance(axes: Axes, studied: Studied) -> None:
     axes.set(xlabel="share (PED-ANOVA)", title="importance of each axis")
 
 
-def heat_map(studied: Studied) -> tuple[str, list[Any], list[Any], list[list[float]]]:
-    """The axis of the rows, its values, the values of B_c, and the least ratio of each pair (NaN: none)."""
+def heat_map(studied: Studied) -> tuple[tuple[str, str], list[Any], list[Any], list[list[float]]]:
+    """The axes of rows and columns, their values, and the least ratio of each pair (NaN: none)."""
     params = studied.trials[0].params
-    row_axis = next(axis for axis in ROWS if axis in params)
-    rows = sorted({trial.params[row_axis] for trial in studied.trials})
-    columns = sorted({trial.params[COLUMNS] for trial in studied.trials})
+    row_axis, column_axis = (next(axis for axis in axes if axis in params) for axes in (ROWS, COLUMNS))
+    rows, columns = (sorted({trial.params[axis] for trial in studied.trials}) for axis in (row_axis, column_axis))
     least: dict[tuple[Any, Any], float] = {}
     for trial in studied.usable:
-        cell = trial.params[row_axis], trial.params[COLUMNS]
+        cell = trial.params[row_axis], trial.params[column_axis]
         least[cell] = min(least.get(cell, math.inf), trial.value or math.inf)
-    return row_axis, rows, columns, [[least.get((row, column), math.nan) for column in columns] for row in rows]
+    ratios = [[least.get((row, column), math.nan) for column in columns] for row in rows]
+    return (row_axis, column_axis), rows, columns, ratios
 
 
 def _draw_heat_map(axes: Axes, studied: Studied) -> None:
-    row_axis, rows, columns, least = heat_map(studied)
+    (row_axis, column_axis), rows, columns, least = heat_map(studied)
     image = axes.imshow(least, cmap="viridis_r", aspect="auto", origin="lower")
     axes.set_xticks(range(len(columns)), [str(value) for value in columns])
     axes.set_yticks(range(len(rows)), [str(value) for value in rows])
@@ -146,7 +147,7 @@ def _draw_heat_map(axes: Axes, studied: Studied) -> None:
             if math.isfinite(ratio):
                 axes.text(j, i, f"{ratio:.2f}", ha="center", va="center", fontsize=7)
     title = "least time / default's time"
-    axes.set(xlabel="B_c", ylabel="B_r" if row_axis == "b_r" else "consumer warpgroups (64 rows each)", title=title)
+    axes.set(xlabel=LABELS[column_axis], ylabel=LABELS[row_axis], title=title)
     axes.figure.colorbar(image, ax=axes)
 
 

@@ -33,7 +33,8 @@ STAGNATION_SHARE = 0.15
 GAIN = 0.005
 TIE_BAND = 0.01
 FINALISTS = 8
-FINAL_ROUNDS, LEAST_FINAL_ROUNDS, FINAL_SECONDS = 30, 9, 10.0
+FINAL_ROUNDS, LEAST_FINAL_ROUNDS = 30, 9
+FINAL_SECONDS = 10.0  # of all rounds, if more than LEAST_FINAL_ROUNDS
 
 
 class Progress(NamedTuple):
@@ -240,8 +241,8 @@ def finalists(space: Space, ranked: Sequence[Measurement]) -> list[Point]:
     return [point for point in chosen if point != default][:FINALISTS]
 
 
-def race(space: Space, ranked: Sequence[Measurement], backend: Backend) -> Winner:
-    """Time the finalists and the default in turn, and name the winner.
+def race(space: Space, ranked: Sequence[Measurement], backend: Backend, seconds: float = FINAL_SECONDS) -> Winner:
+    """Time the finalists and the default in turn, for about `seconds`, and name the winner.
 
     The default wins unless some finalist beats it by more than the tie band.
     """
@@ -250,7 +251,7 @@ def race(space: Space, ranked: Sequence[Measurement], backend: Backend) -> Winne
     if not points:
         return Winner(default, {}, TIE_BAND)
     slowest = sum(statistics.median(m.times) for m in ranked[:FINALISTS] if m.times) * (FINALISTS + 1) / FINALISTS
-    rounds = max(LEAST_FINAL_ROUNDS, min(FINAL_ROUNDS, int(FINAL_SECONDS * 1e3 / max(slowest, 1e-3))))
+    rounds = max(LEAST_FINAL_ROUNDS, min(FINAL_ROUNDS, int(seconds * 1e3 / max(slowest, 1e-3))))
     times: dict[Point, list[float]] = {}
     for measurement in backend.finals(points, rounds):
         if measurement.status == "ok":

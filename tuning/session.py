@@ -21,17 +21,19 @@ from cuflash.device import DeviceInfo
 from cuflash.tuning import record, search
 from cuflash.tuning.measure import Backend, GpuBackend, MeasureError, Measurement
 from cuflash.tuning.processes import Machine
-from cuflash.tuning.space import GpuConfig, Point, Space
+from cuflash.tuning.space import Point, Space
 from cuflash.tuning.study import Study, open_storage
 from cuflash.tuning.table import Table, TableBackend
 from cuflash.tuning.workload import Workload
-from cuflash.winner import Key, Winner, config_as_json, config_from_json, key_of
+from cuflash.winner import GpuConfig, Key, Winner, config_as_json, config_from_json, key_of
 from cuflash.winner import Measurement as Timing
 
-FINALS_SHARE, FINALS_SECONDS = 0.25, 5.0  # of the time for a workload, and at most, that are left for its finals
+FINALS_SHARE, FINALS_SECONDS = 0.25, 10.0  # of the time for a workload, and at most, that are left for its finals
 MOST_SEEDS = 6
 RUNNER_UPS = 5
 WAIT_SECONDS = 0.2  # for what another process is doing
+TOO_LATE = "there was no time to measure anything"
+INTERRUPTED = "interrupted: run the command again to go on"
 
 _log = logging.getLogger("cuflash")
 
@@ -45,7 +47,7 @@ class Result(NamedTuple):
     state : str
         ``"tuned"``; ``"default"``, which nothing beats by more than the tie band; ``"known"`` from an earlier run;
         ``"failed"``, for the reason in `note`.
-    config : SimtConfig, MmaConfig, WgmmaConfig or None
+    config : GpuConfig or None
     default_us, time_us : float
         Microseconds of the default and of `config`, timed in turn.
     evaluations : int
@@ -77,9 +79,9 @@ class Result(NamedTuple):
     @staticmethod
     def from_json(document: dict[str, Any]) -> Result:
         """What `as_json` made this of."""
-        config = document["config"] and config_from_json(*document["config"])
-        numbers = {name: math.nan if document[name] is None else document[name] for name in ("default_us", "time_us")}
         workload = Workload.from_json(document["workload"])
+        config = document["config"] and config_from_json(workload.operation, *document["config"])
+        numbers = {name: math.nan if document[name] is None else document[name] for name in ("default_us", "time_us")}
         return Result(**{**document, **numbers, "workload": workload, "config": config})
 
 
@@ -260,7 +262,8 @@ class Session:
         seeds = seeds_for(space, key_of(space.problem, space.device)) if self._target.is_real else []
         searching = search.Search(study, seeds, self._exhaustive, self._seed)
         backend = self._target.backend(workload, space)
-        deadline = time.monotonic() + seconds - min(FINALS_SHARE * seconds, FINALS_SECONDS)
+        for_finals = min(FINALS_SHARE * seconds, FINALS_SECONDS)
+        deadline = time.monotonic() + seconds - for_finals
 
         def is_late() -> bool:
             return time.monotonic() >= deadline or self._outcome(study) is not None
@@ -294,21 +297,23 @@ class Session:
             return None
         try:
             searching.refresh()
-            return self._finish(workload, searching, backend)
+            return self._finish(workload, searching, backend, for_finals)
         except MeasureError as error:
             return Result(workload, "failed", evaluations=len(searching.known), note=str(error))
         finally:
             study.release_finals()
 
-    def _finish(self, workload: Workload, searching: search.Search, backend: Backend) -> Result:
-        """Run the finals, keep the winner and publish the outcome."""
+    def _finish(self, workload: Workload, searching: search.Search, backend: Backend, seconds: float) -> Result:
+        """Run the finals within about `seconds`, keep the winner and publish the outcome."""
         space, study = searching.space, searching.study
-        decided = search.race(space, searching.ranked(), backend)
+        if not searching.known:
+            return Result(workload, "failed", note=INTERRUPTED if self._interrupted else TOO_LATE)
+        decided = search.race(space, searching.ranked(), backend, seconds)
         for point, ms in decided.milliseconds.items():
             self._record.add(study.name, workload, space, "finals", Measurement(point, "ok", 1.0, (ms,)))
         default, config = space.points[0], space.config(decided.point)
         times = {point: 1e3 * ms for point, ms in decided.milliseconds.items()}
-        note = "" if not self._interrupted else "interrupted: run the command again to go on"
+        note = INTERRUPTED if self._interrupted else ""
         result = Result(
             workload,
             "default" if decided.point == default else "tuned",
@@ -344,7 +349,7 @@ class Session:
         timing = Timing(result.time_us, result.default_us, result.evaluations, record.now(), details)
         key = key_of(space.problem, space.device)
         config = space.config(decided.point)
-        tuned.put(Winner(key, config, tuned.current_provenance(space.family), timing))
+        tuned.put(Winner(key, config, tuned.current_provenance(space.kernel), timing))
 
     def _outcome(self, study: Study) -> Result | None:
         """What is known to have come of a workload: completely in some run, or in this one."""
@@ -356,7 +361,7 @@ class Session:
 
     def _study_name(self, workload: Workload, space: Space) -> str:
         """Changes with whatever makes old measurements void: kernels, NVRTC, driver, GPU, space."""
-        made_with = tuned.current_provenance(space.family) if self._target.is_real else ("replay",)
+        made_with = tuned.current_provenance(space.kernel) if self._target.is_real else ("replay",)
         parts = [workload.as_json(), repr(space.device), list(made_with), space.fingerprint]
         digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
         return f"{record.slug(str(workload))}-{space.family}-{digest}"
@@ -379,7 +384,7 @@ def seeds_for(space: Space, key: Key) -> list[Point]:
     similar: list[tuple[tuple[float, ...], Point]] = []
     for found in tuned.winners():
         winner = found.winner
-        if winner.config.family != space.family:
+        if winner.kernel != space.kernel:
             continue
         if winner.key.device.compute_capability != space.device.compute_capability:
             continue

@@ -87,7 +87,7 @@ def read_table(path: Path) -> Table:
         space = Space(
             workload.problem(),
             DeviceInfo(**{**device, "compute_capability": tuple(device["compute_capability"])}),
-            config_from_json(document["family"], document["default"]),
+            config_from_json(workload.operation, document["family"], document["default"]),
             {name: tuple(values) for name, values in document["axes"].items()},
             map(tuple, document["points"]),
         )

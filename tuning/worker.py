@@ -5,8 +5,8 @@ crash or corrupt memory, so the process is one that can be killed: it says what 
 waits for the GPU by polling, and ends when the GPU's context is lost, when a kernel does not end, or when its parent
 has gone.
 
-Before a candidate is timed it is checked: on a small call of odd lengths against the plain formula in float64, and at
-full size against the default configuration, each with outputs that hold NaN before and with guard bytes around them.
+Before a candidate is timed it is checked: on a small call of odd lengths against float64, and at full size against the
+default configuration, each with outputs that hold NaN before and with guard bytes around them.
 """
 
 from __future__ import annotations
@@ -28,17 +28,24 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+import cuflash
+from cuflash import backward_launch, launch, timing
 from cuflash.arrays import DTYPE_OF
-from cuflash.compiler import CompileError, Variant, compile_variant
+from cuflash.backward import workspace_layout
+from cuflash.backward_config import BackwardConfig
+from cuflash.backward_launch import BackwardLaunch, make_backward_launch
+from cuflash.backward_plan import BackwardChoice
+from cuflash.backward_problem import BackwardProblem
+from cuflash.compiler import CompileError, Variant, compile_variant, load_functions
+from cuflash.config import MmaConfig, SimtConfig, WgmmaConfig
 from cuflash.device import DeviceInfo, device_info
-from cuflash.launch import ADDRESSES, Launch, WgmmaLaunch, make_launch
+from cuflash.launch import Launch, WgmmaLaunch, make_launch
 from cuflash.plan import Choice
 from cuflash.problem import ITEM_BYTES
 from cuflash.reference import standard_attention
 from cuflash.tuning.processes import HUNG
-from cuflash.tuning.space import GpuConfig
 from cuflash.tuning.workload import UNALIGNED, Workload
-from cuflash.winner import config_from_json
+from cuflash.winner import GpuConfig, config_from_json
 
 LOST = 4  # exit code where the GPU's context can no longer be used
 COMPILER_NICENESS = 10
@@ -56,6 +63,7 @@ FACTOR = 2.0
 SLACK = {"float16": 1 / 16, "bfloat16": 1 / 16, "float32": 8.0, "float64": 16.0}
 # At full size, from the default's result, which has errors of its own.
 LARGEST_DIFFERENCE = {"float16": 2e-3, "bfloat16": 1.5e-2, "float32": 8e-6, "float64": 4e-14}
+OF_GRADIENTS = 2.5  # times as much of either
 LARGEST_LSE_ERROR = {"float16": 4e-3, "bfloat16": 4e-3, "float32": 1e-5, "float64": 1e-12}
 
 COMPARE = r"""
@@ -99,11 +107,15 @@ class Hung(Exception):
     """A kernel did not end in time."""
 
 
+AnyLaunch = Launch | WgmmaLaunch | BackwardLaunch
+
+
 class Run(NamedTuple):
     """A candidate that passed its checks."""
 
     number: int
-    launch: Launch | WgmmaLaunch
+    config: GpuConfig
+    launch: AnyLaunch
 
 
 # ---- compiling ----
@@ -129,13 +141,15 @@ def yield_to_the_gpu(request: Message) -> Iterator[Message]:
 
 def variant_of(request: Message) -> Variant:
     """The Variant that a request names."""
-    workload, config = Workload.from_json(request["workload"]), read_config(request["config"])
-    return Variant(f"forward_{config.family}", workload.problem().spec, config, request["architecture"])
+    workload = Workload.from_json(request["workload"])
+    config = read_config(workload, request["config"])
+    kernel = f"{workload.operation}_{config.family}"
+    return Variant(kernel, workload.problem().spec, config, request["architecture"])
 
 
-def read_config(document: Mapping[str, Any]) -> GpuConfig:
-    """A configuration as `cuflash.tuning.measure` sends it."""
-    return config_from_json(document["family"], document["config"])
+def read_config(workload: Workload, document: Mapping[str, Any]) -> GpuConfig:
+    """A configuration for `workload` as `cuflash.tuning.measure` sends it."""
+    return config_from_json(workload.operation, document["family"], document["config"])
 
 
 # ---- data ----
@@ -151,100 +165,158 @@ def host_array(dtype: str, size: int, rng: np.random.Generator, longest: int) ->
 
 
 class Call:
-    """The arrays of one workload on the GPU: random inputs, and outputs between guard bytes.
+    """The arrays of one workload on the GPU: random inputs, and between guard bytes what a kernel writes.
 
-    Of large arrays, `inputs` holds only the elements that are repeated.
+    Of large arrays, `inputs` holds only the elements that are repeated. `forward` is the call whose gradients these
+    are, if they are some.
     """
 
     def __init__(self, workload: Workload, gpu: Gpu, seed: int) -> None:
         self.workload = workload
         self.problem = workload.problem()
         self.gpu = gpu
-        rng = np.random.default_rng(seed)
+        self.forward = Call(workload._replace(backward=False), gpu, seed) if workload.backward else None
+        rng = np.random.default_rng(seed + workload.backward)
         self.inputs: dict[str, NDArray[Any]] = {}
         self._memory: dict[str, Any] = {}
-        self._address = dict.fromkeys(ADDRESSES, 0)
+        self._address: dict[str, int] = {}
+        if self.forward is not None:
+            self.inputs |= self.forward.inputs
+            self._address |= self.forward._address
         shapes, dtypes = workload.shapes(), workload.dtypes()
-        for name, shape in shapes.items():
+        for name in [name for name in shapes if name not in self.inputs]:
+            shape = shapes[name]
             size, longest = int(np.prod(shape)), workload.seqlen[name == "kv_lengths"]
             part = host_array(dtypes[name], min(size, HOST_ELEMENTS), rng, longest)
             self.inputs[name] = part.reshape(shape) if part.size == size else part
             self._memory[name], self._address[name] = gpu.upload(part, size, workload.aligned)
-        item = ITEM_BYTES[workload.dtype]
-        rows = workload.batch * workload.heads[0] * workload.seqlen[0]
-        self.out_bytes = rows * workload.head_dim[1] * item
-        self.lse_bytes = rows * ITEM_BYTES[self.problem.spec.lse_dtype]
-        for name, size in (("out", self.out_bytes), ("lse", self.lse_bytes)):
-            self._memory[name] = gpu.allocate(size + 2 * GUARD_BYTES)
-            shift = 0 if workload.aligned or name == "lse" else UNALIGNED * item
-            self._address[name] = self._memory[name].ptr + GUARD_BYTES + shift
+        self._room: dict[str, int] = {}  # bytes between the guards of what is written
+        for name, (shape, dtype) in self.outputs().items():
+            shift = UNALIGNED * ITEM_BYTES[dtype] if name == "out" and not workload.aligned else 0
+            self._make_room(name, int(np.prod(shape)) * ITEM_BYTES[dtype], shift)
 
-    def addresses(self, lse: bool) -> list[int]:
-        """What a launch takes."""
-        return [0 if name == "lse" and not lse else self._address[name] for name in ADDRESSES]
+    def _make_room(self, name: str, size: int, shift: int = 0) -> None:
+        self._memory[name] = self.gpu.allocate(size + 2 * GUARD_BYTES)
+        self._address[name] = self._memory[name].ptr + GUARD_BYTES + shift
+        self._room[name] = size
 
-    def poison(self) -> None:
-        """Fill the outputs with NaN and the bytes around them with the guard."""
-        for name, size in (("out", self.out_bytes), ("lse", self.lse_bytes)):
-            self.gpu.fill(self._memory[name].ptr, GUARD, size + 2 * GUARD_BYTES)
-            self.gpu.fill(self._address[name], POISON, size)
+    def outputs(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of every array that is computed."""
+        shapes, dtype = self.workload.shapes(), self.workload.dtype
+        if self.workload.backward:
+            return {f"d{name}": (shapes[name], dtype) for name in ("q", "k", "v")}
+        rows = shapes["q"][:-1]
+        return {"out": ((*rows, self.workload.head_dim[1]), dtype), "lse": (rows, self.problem.spec.lse_dtype)}
 
-    def broken_guard(self) -> str | None:
-        """The output beyond whose end, or before whose start, something was written."""
-        for name, size in (("out", self.out_bytes), ("lse", self.lse_bytes)):
-            start = self._memory[name].ptr
-            before, end = self._address[name] - start, self._address[name] + size
-            for address, count in ((start, before), (end, start + size + 2 * GUARD_BYTES - end)):
-                if np.any(self.gpu.download(address, count, np.dtype(np.uint8)) != GUARD):
+    def matrices(self) -> list[str]:
+        """Those that are judged in blocks of rows."""
+        return [name for name in self.outputs() if name != "lse"]
+
+    def addresses(self, config: GpuConfig, lse: bool = True) -> list[int]:
+        """What a launch of `config` takes."""
+        if not self.workload.backward:
+            known = self._address if lse else {**self._address, "lse": 0}
+            return [known.get(name, 0) for name in launch.ADDRESSES]
+        start, _ = self._workspace(config)
+        given = [*backward_launch.INPUTS, *backward_launch.OUTPUTS]
+        offsets, _ = self._layout(config)
+        return [self._address.get(name, 0) for name in given] + [start + offset for offset in offsets]
+
+    def _layout(self, config: GpuConfig) -> tuple[tuple[int, ...], int]:
+        if not isinstance(self.problem, BackwardProblem) or not isinstance(config, BackwardConfig):
+            raise TypeError(f"only the backward pass has a workspace, got {config}")
+        return workspace_layout(self.problem, config)
+
+    def _workspace(self, config: GpuConfig) -> tuple[int, int]:
+        """Address and size of what the kernels of the backward pass hand to one another."""
+        _, size = self._layout(config)
+        if size > self._room.get("workspace", -1):
+            self._make_room("workspace", size)
+        return self._address["workspace"], size
+
+    def written(self, config: GpuConfig) -> dict[str, tuple[int, int]]:
+        """Address and bytes of every array that `config` writes."""
+        found = {name: (self._address[name], self._room[name]) for name in self.outputs()}
+        return {**found, "workspace": self._workspace(config)} if self.workload.backward else found
+
+    def poison(self, config: GpuConfig) -> None:
+        """Fill with NaN what `config` writes, and the bytes around it with the guard."""
+        for name, (address, size) in self.written(config).items():
+            self.gpu.fill(self._memory[name].ptr, GUARD, self._room[name] + 2 * GUARD_BYTES)
+            self.gpu.fill(address, POISON, size)
+
+    def broken_guard(self, config: GpuConfig) -> str | None:
+        """The array beyond whose end, or before whose start, something was written."""
+        for name, (address, size) in self.written(config).items():
+            start, end = self._memory[name].ptr, address + size
+            behind = min(GUARD_BYTES, start + self._room[name] + 2 * GUARD_BYTES - end)
+            for first, count in ((start, address - start), (end, behind)):
+                if np.any(self.gpu.download(first, count, np.dtype(np.uint8)) != GUARD):
                     return name
         return None
 
-    def results(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """The output and the log-sum-exp, on the host."""
-        shape = (*self.workload.shapes()["q"][:-1], self.workload.head_dim[1])
-        out = self.gpu.download(self._address["out"], self.out_bytes, DTYPE_OF[self.workload.dtype])
-        lse = self.gpu.download(self._address["lse"], self.lse_bytes, DTYPE_OF[self.problem.spec.lse_dtype])
-        return out.reshape(shape), lse.reshape(shape[:-1])
+    def result(self, name: str) -> NDArray[Any]:
+        """An array that was computed, on the host."""
+        shape, dtype = self.outputs()[name]
+        return self.gpu.download(self._address[name], self._room[name], DTYPE_OF[dtype]).reshape(shape)
 
-    def output(self) -> int:
-        """The address of the output."""
-        return self._address["out"]
+    def output(self, name: str) -> tuple[int, int]:
+        """Its address and its size in bytes."""
+        return self._address[name], self._room[name]
 
     @functools.cached_property
-    def gold(self) -> tuple[NDArray[Any], NDArray[Any]]:
-        """The result by the plain formula in float64."""
-        options: dict[str, Any] = {**self.inputs, **self.workload.options()}
-        out, lse = standard_attention(**options, return_lse=True)
-        return out, lse
+    def gold(self) -> dict[str, NDArray[Any]]:
+        """The results in float64: by the plain formula, and its gradients tile by tile."""
+        options = self.workload.options()
+        if self.forward is None:
+            given: dict[str, Any] = {**self.inputs, **options, "return_lse": True}
+            out, lse = standard_attention(**given)
+            return {"out": out, "lse": lse}
+        wide = {name: x if x.dtype.kind in "bi" else x.astype(np.float64) for name, x in self.inputs.items()}
+        given = {**wide, **self.forward.gold, **options}
+        gradients = cuflash.attention_backward(**given)
+        return dict(zip(self.matrices(), gradients, strict=True))
 
 
-def block_errors(call: Call) -> NDArray[Any]:
-    """Relative L2 errors of the output, of each 32 rows of each head; infinite where only zeros are right."""
-    (out, _), (gold, _) = call.results(), call.gold
-    errors = []
-    for first in range(0, gold.shape[-2], BLOCK_ROWS):
-        rows = slice(first, first + BLOCK_ROWS)
-        size = np.linalg.norm(gold[..., rows, :], axis=(-2, -1))
-        off = np.linalg.norm(out[..., rows, :].astype(np.float64) - gold[..., rows, :], axis=(-2, -1))
-        with np.errstate(divide="ignore", invalid="ignore"):
-            errors.append(np.where(off == 0, 0.0, off / size))
-    return np.stack(errors)
+def block_errors(call: Call) -> dict[str, NDArray[Any]]:
+    """Relative L2 errors of each 32 rows, or keys, of each head; infinite where only zeros are right."""
+    found = {}
+    for name in call.matrices():
+        got, gold, errors = call.result(name), call.gold[name], []
+        for first in range(0, gold.shape[-2], BLOCK_ROWS):
+            rows = slice(first, first + BLOCK_ROWS)
+            size = np.linalg.norm(gold[..., rows, :], axis=(-2, -1))
+            off = np.linalg.norm(got[..., rows, :].astype(np.float64) - gold[..., rows, :], axis=(-2, -1))
+            with np.errstate(divide="ignore", invalid="ignore"):
+                errors.append(np.where(off == 0, 0.0, off / size))
+        found[name] = np.stack(errors)
+    return found
 
 
-def why_wrong(call: Call, default: NDArray[Any] | None) -> str | None:
+def why_wrong(call: Call, config: GpuConfig, default: Mapping[str, NDArray[Any]] | None) -> str | None:
     """What is wrong with the results of a small call, beside the errors of the `default`; None where they are right."""
-    if name := call.broken_guard():
+    if name := call.broken_guard(config):
         return f"it writes beyond {name}"
-    dtype, errors = call.workload.dtype, block_errors(call)
+    dtype = call.workload.dtype
     epsilon = float(ml_dtypes.finfo(DTYPE_OF[dtype]).eps)
-    most = LARGEST_ERROR[dtype] if default is None else FACTOR * default + SLACK[dtype] * epsilon
-    if not np.all(errors <= most):  # NaN too
-        first = BLOCK_ROWS * int(np.argmax(~np.all(errors <= most, axis=tuple(range(1, errors.ndim)))))
-        return f"rows from {first} on have an error of {np.max(errors):.2g}"
-    (_, lse), (_, gold) = call.results(), call.gold
+    for name, errors in block_errors(call).items():
+        most: Any = allowed(LARGEST_ERROR, call.workload)
+        if default is not None:
+            most = FACTOR * default[name] + SLACK[dtype] * epsilon
+        if not np.all(errors <= most):  # NaN too
+            first = BLOCK_ROWS * int(np.argmax(~np.all(errors <= most, axis=tuple(range(1, errors.ndim)))))
+            return f"rows of {name} from {first} on have an error of {np.max(errors):.2g}"
+    if call.workload.backward:
+        return None
+    lse, gold = call.result("lse"), call.gold["lse"]
     with np.errstate(invalid="ignore"):  # -inf of rows that see no key
         same = (lse == gold) | (np.abs(lse - gold) <= LARGEST_LSE_ERROR[dtype] * (1 + np.abs(gold)))
     return None if np.all(same) else "the log-sum-exp is wrong"
+
+
+def allowed(table: Mapping[str, float], workload: Workload) -> float:
+    """What a table of relative errors allows for the results of `workload`."""
+    return table[workload.dtype] * (OF_GRADIENTS if workload.backward else 1.0)
 
 
 # ---- the GPU ----
@@ -271,8 +343,8 @@ class Gpu:
         """Start with no workload."""
         self._small: Call | None = None
         self._full: Call | None = None
-        self._reference: Any = None
-        self._errors: NDArray[Any] | None = None
+        self._reference: dict[str, Any] = {}
+        self._errors: dict[str, NDArray[Any]] | None = None
         self._verdicts: dict[GpuConfig, str | None] = {}
 
     # memory
@@ -331,61 +403,74 @@ class Gpu:
 
     # candidates
 
-    def load(self, workload: Workload) -> None:
-        """Make the arrays of `workload`, and forget those of the one before."""
+    def load(self, workload: Workload, forward: GpuConfig | None = None) -> None:
+        """Make the arrays of `workload`, and forget those of the one before. Gradients need O and LSE by `forward`."""
         if self._full is None or self._full.workload != workload:
-            self._full = self._reference = None
+            self._full = None
+            self._reference = {}
             self.release()
             small = workload.ragged()
             if self._small is None or self._small.workload != small:
-                self._small = Call(small, self, seed=1)
+                self._small = self._call(small, 1, forward)
                 self._errors = None
                 self._verdicts.clear()
-            self._full = Call(workload, self, seed=2)
+            self._full = self._call(workload, 2, forward)
 
-    def launch_of(self, call: Call, config: GpuConfig) -> Launch | WgmmaLaunch:
+    def _call(self, workload: Workload, seed: int, forward: GpuConfig | None) -> Call:
+        call = Call(workload, self, seed)
+        if call.forward is not None and forward is not None:
+            self.launch_of(call.forward, forward)(call.forward.addresses(forward), self.stream)
+            self.wait()
+        return call
+
+    def launch_of(self, call: Call, config: GpuConfig) -> AnyLaunch:
         """`config` compiled, loaded and ready to run on the arrays of `call`."""
+        if isinstance(call.problem, BackwardProblem):
+            if isinstance(config, (SimtConfig, MmaConfig, WgmmaConfig)):
+                raise TypeError(f"config must be one of the backward pass, got {config!r}")
+            return make_backward_launch(call.problem, BackwardChoice(config.family, config, "the tuner"), self.info)
         return make_launch(call.problem, Choice(config.family, config, "the tuner"), self.info)
 
-    def check(self, config: GpuConfig) -> tuple[str | None, Launch | WgmmaLaunch]:
+    def check(self, config: GpuConfig) -> tuple[str | None, AnyLaunch]:
         """What is wrong with the results of `config`, if anything. Later ones must equal the first at full size."""
-        if self._small is None or self._full is None:
+        small, full = self._small, self._full
+        if small is None or full is None:
             raise RuntimeError("check needs a workload")
         if config not in self._verdicts:
-            self._small.poison()
-            self.launch_of(self._small, config)(self._small.addresses(lse=True), self.stream)
+            small.poison(config)
+            self.launch_of(small, config)(small.addresses(config), self.stream)
             self.wait()
-            self._verdicts[config] = why_wrong(self._small, self._errors)
+            self._verdicts[config] = why_wrong(small, config, self._errors)
             if self._errors is None:
-                self._errors = block_errors(self._small)
-        launch = self.launch_of(self._full, config)
+                self._errors = block_errors(small)
+        launch = self.launch_of(full, config)
         if self._verdicts[config] is not None:
             return self._verdicts[config], launch
-        self._full.poison()
-        launch(self._full.addresses(lse=True), self.stream)
+        full.poison(config)
+        launch(full.addresses(config), self.stream)
         self.wait()
-        if name := self._full.broken_guard():
+        if name := full.broken_guard(config):
             return f"it writes beyond {name}", launch
-        if self._reference is None:
-            self._reference = self.allocate(self._full.out_bytes)
-            self.copy(self._reference.ptr, self._full.output(), self._full.out_bytes)
-            self.wait()
-        error = self.largest_difference()
-        if not error <= LARGEST_DIFFERENCE[self._full.workload.dtype]:
-            return f"at full size it differs from the default by {error:.2g}", launch
+        for name in full.matrices():
+            address, size = full.output(name)
+            if name not in self._reference:
+                self._reference[name] = self.allocate(size)
+                self.copy(self._reference[name].ptr, address, size)
+                self.wait()
+            error = self.largest_difference(full, name)
+            if not error <= allowed(LARGEST_DIFFERENCE, full.workload):
+                return f"at full size {name} differs from the default's by {error:.2g}", launch
         return None, launch
 
-    def largest_difference(self) -> float:
-        """Of the output at full size from the reference: the largest relative L2 of blocks of 32 rows."""
-        call = self._full
-        if call is None:
-            raise RuntimeError("largest_difference needs a workload")
-        item = ITEM_BYTES[call.workload.dtype]
-        size, total = BLOCK_ROWS * call.workload.head_dim[1], call.out_bytes // item
+    def largest_difference(self, call: Call, name: str) -> float:
+        """Of a result from the reference: the largest relative L2 of blocks of 32 rows."""
+        shape, dtype = call.outputs()[name]
+        (address, size_bytes), item = call.output(name), ITEM_BYTES[dtype]
+        size, total = BLOCK_ROWS * shape[-1], size_bytes // item
         blocks = -(-total // size)
         sums = self.allocate(16 * blocks)
-        arrays = (np.uint64(address) for address in (call.output(), self._reference.ptr, sums.ptr))
-        sizes = np.int64(size), np.int64(total), np.int32(item), np.int32(call.workload.dtype == "bfloat16")
+        arrays = (np.uint64(place) for place in (address, self._reference[name].ptr, sums.ptr))
+        sizes = np.int64(size), np.int64(total), np.int32(item), np.int32(dtype == "bfloat16")
         self._compare((blocks,), (256,), (*arrays, *sizes), 0, self.stream)
         difference, norm = self.download(sums.ptr, 16 * blocks, np.dtype(np.float64)).reshape(-1, 2).T
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -395,14 +480,15 @@ class Gpu:
         """Milliseconds of one run of each, in this order, each with a cold L2."""
         if self._full is None:
             raise RuntimeError("time_in_turn needs a workload")
-        addresses, taken = self._full.addresses(lse=False), []
-        runs[-1].launch(addresses, self.stream)  # the first is not to find a GPU that has rested
-        for run in runs:
+        addresses = [self._full.addresses(run.config, lse=False) for run in runs]
+
+        def flush() -> None:
             self.fill(self._scratch.ptr, 0, self._scratch_bytes)
-            start, end = self.cupy.cuda.Event(), self.cupy.cuda.Event()
-            start.record(self.stream)
-            run.launch(addresses, self.stream)
-            end.record(self.stream)
+
+        runs[-1].launch(addresses[-1], self.stream)  # the first is not to find a GPU that has rested
+        taken = []
+        for run, own in zip(runs, addresses, strict=True):
+            start, end = timing.queue(functools.partial(run.launch, own, self.stream), flush, self.stream)
             taken.append((run.number, start, end))
         for number, _, end in taken:
             try:
@@ -412,13 +498,17 @@ class Gpu:
                 raise
         return {number: float(self.cupy.cuda.get_elapsed_time(start, end)) for number, start, end in taken}
 
-    def resources(self, launch: Launch | WgmmaLaunch) -> tuple[int, int]:
-        """Registers of a thread, and bytes of its local memory."""
+    def resources(self, launch: AnyLaunch) -> tuple[int, int]:
+        """The most registers of a thread, and bytes of its local memory, of all kernels."""
         from cupy.cuda import driver
 
         registers, local = 4, 3  # CU_FUNC_ATTRIBUTE_NUM_REGS, CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES
-        function = launch.function.ptr
-        return driver.funcGetAttribute(registers, function), driver.funcGetAttribute(local, function)
+        functions = [launch.function] if not isinstance(launch, BackwardLaunch) else []
+        if isinstance(launch, BackwardLaunch):
+            for _, part in launch.parts:
+                functions += load_functions(part.variant, [stage.entry for stage in part.stages])
+        used = [[driver.funcGetAttribute(what, f.ptr) for f in functions] for what in (registers, local)]
+        return max(used[0]), max(used[1])
 
     def is_lost(self) -> bool:
         """Whether an error has left the context unusable."""
@@ -434,12 +524,14 @@ class Gpu:
 def measure(gpu: Gpu, request: Message) -> Iterator[Message]:
     """Check and time the candidates of a request beside the anchor, which is number 0."""
     gpu.hang_seconds = float(request["hang_seconds"])
-    gpu.load(Workload.from_json(request["workload"]))
+    workload = Workload.from_json(request["workload"])
+    forward = request.get("forward")
+    gpu.load(workload, forward and read_config(workload._replace(backward=False), forward))
     runs: list[Run] = []
     for number, document in enumerate([request["anchor"], *request["candidates"]]):
         yield {"begin": number}
         try:
-            config = read_config(document)
+            config = read_config(workload, document)
             wrong, launch = gpu.check(config)
         except Hung:
             yield {"hung": number}
@@ -453,7 +545,7 @@ def measure(gpu: Gpu, request: Message) -> Iterator[Message]:
         if wrong is not None:
             yield {"checked": number, "status": "wrong", "error": wrong}
             continue
-        runs.append(Run(number, launch))
+        runs.append(Run(number, config, launch))
         registers, spilled = gpu.resources(launch)
         yield {"checked": number, "status": "ok", "registers": registers, "spill_bytes": spilled}
     if not runs or runs[0].number != 0:

@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash.problem import DTYPES, ITEM_BYTES, Operand, Problem, contiguous_strides, read_problem
+from cuflash.backward_problem import BackwardProblem, read_backward_problem
+from cuflash.problem import DTYPES, ITEM_BYTES, Operand, Problem, Spec, contiguous_strides, read_problem
+from cuflash.timing import BACKWARD_WORK
+from cuflash.winner import BACKWARD, FORWARD
 
 SOFTCAP = 30.0
 DIAGONALS = (None, "bottom-right", "top-left")
@@ -18,6 +21,8 @@ UNALIGNED = 1  # elements by which the arrays of an unaligned workload start lat
 
 class Workload(NamedTuple):
     """The shapes and options of one call. Pairs are of queries and keys: (H_q, H_kv), (N_q, N_k), (D, D_v).
+
+    `backward` is of the call that computes the gradients.
 
     Examples
     --------
@@ -39,6 +44,7 @@ class Workload(NamedTuple):
     q_lengths: bool = False
     kv_lengths: bool = False
     aligned: bool = True
+    backward: bool = False
 
     def __str__(self) -> str:
         def pair(both: tuple[int, int]) -> str:
@@ -52,10 +58,16 @@ class Workload(NamedTuple):
         words += [name for name in ("softcap", "mask", "q_lengths", "kv_lengths") if getattr(self, name)]
         words += [f"bias {self.bias}"] if self.bias else []
         words += [] if self.aligned else ["unaligned"]
+        words += ["backward"] if self.backward else []
         return " ".join(words)
 
+    @property
+    def operation(self) -> str:
+        """As `cuflash.winner` names it."""
+        return BACKWARD if self.backward else FORWARD
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every array of the call; mask and bias are one for all heads and batch entries."""
+        """The shape of every array that is given; mask and bias are one for all heads and batch entries."""
         (h_q, h_kv), (n_q, n_k), (d, d_v) = self.heads, self.seqlen, self.head_dim
         shapes: dict[str, tuple[int, ...]] = {
             "q": (self.batch, h_q, n_q, d),
@@ -70,10 +82,12 @@ class Workload(NamedTuple):
             shapes["q_lengths"] = (self.batch,)
         if self.kv_lengths:
             shapes["kv_lengths"] = (self.batch,)
+        if self.backward:
+            shapes["dout"] = (self.batch, h_q, n_q, d_v)
         return shapes
 
     def dtypes(self) -> dict[str, str]:
-        """The dtype of every array of the call."""
+        """The dtype of each."""
         own = {"mask": "bool", "bias": self.bias or "", "q_lengths": "int32", "kv_lengths": "int32"}
         return {name: own.get(name, self.dtype) for name in self.shapes()}
 
@@ -85,7 +99,7 @@ class Workload(NamedTuple):
             "softcap": SOFTCAP if self.softcap else None,
         }
 
-    def problem(self) -> Problem:
+    def problem(self) -> Problem | BackwardProblem:
         """The call as the planner sees it.
 
         Raises
@@ -99,11 +113,17 @@ class Workload(NamedTuple):
             name: Operand(name, shape, contiguous_strides(shape), dtypes[name], alignment)
             for name, shape in shapes.items()
         }
-        return read_problem(**operands, **self.options())
+        if not self.backward:
+            return read_problem(**operands, **self.options())
+        rows = shapes["dout"][:-1]
+        operands["out"] = operands["dout"]._replace(name="out")
+        operands["lse"] = Operand("lse", rows, contiguous_strides(rows), Spec(self.dtype, 16, 16).lse_dtype)
+        given: dict[str, Any] = {**operands, **self.options()}
+        return read_backward_problem(**given)
 
     def flops(self) -> float:
-        """Operations as the papers count them, to show a rate: a causal mask halves them."""
-        share = 0.5 if self.causal else 1.0
+        """Operations as the papers count them: a causal mask halves them, the gradients take 2.5 times as many."""
+        share = (0.5 if self.causal else 1.0) * (BACKWARD_WORK if self.backward else 1.0)
         return 2.0 * self.batch * self.heads[0] * self.seqlen[0] * self.seqlen[1] * sum(self.head_dim) * share
 
     def ragged(self) -> Workload:
@@ -179,6 +199,18 @@ def preset(name: str) -> list[Workload]:
     if name not in PRESETS:
         raise ValueError(f"the preset must be one of {', '.join(PRESETS)} or all, got {name!r}")
     return list(PRESETS[name]())
+
+
+def with_gradients(workloads: Sequence[Workload]) -> list[Workload]:
+    """`workloads`, and the gradients of those that have any: decoding has none.
+
+    Examples
+    --------
+    >>> from cuflash.tuning import preset, with_gradients
+    >>> len(with_gradients(preset("llm")))
+    36
+    """
+    return [*workloads, *(workload._replace(backward=True) for workload in workloads if workload.seqlen[0] > 1)]
 
 
 def like(paths: Sequence[Path], dtype: str | None = None, **options: Any) -> Workload:

@@ -11,7 +11,8 @@ cupy = pytest.importorskip("cupy")
 
 
 @pytest.mark.parametrize(
-    "options", ["--causal both", "--softcap 20 --causal yes", "--alibi --causal yes", "--window 63 0"]
+    "options",
+    ["--causal both", "--softcap 20 --causal yes", "--alibi --causal yes", "--window 63 0", "--causal both --backward"],
 )
 def test_bench_measures_cuflash_and_accounts_for_every_peer(options, tmp_path, capsys):
     them = [peer.name for peer in peers.PEERS if peer.name != "flex"]  # it takes seconds to compile

@@ -214,7 +214,7 @@ def test_a_warm_call_does_not_wait_for_the_device():
 def test_four_threads():
     inputs = [[normal((2, 4, n, 64), seed=seed) for seed in range(3)] for n in (100, 200, 300, 400)]
     expected = [cuflash.attention(*x, causal=True) for x in inputs]
-    call.REMEMBERED.clear()
+    call.CALLS.known.clear()
     compiler._functions.clear()
     wrong = []
 

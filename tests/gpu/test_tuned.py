@@ -9,6 +9,7 @@ from winners import own_folders
 import cuflash
 from cuflash import tuned
 from cuflash.device import device_info
+from cuflash.tuning import Workload
 from cuflash.winner import Measurement, Winner, key_of
 
 cupy = pytest.importorskip("cupy")
@@ -34,7 +35,8 @@ def make_winner(arrays):
     device = device_info(cupy.cuda.Device().id)
     config = narrower(explanation.config)
     measurement = Measurement(1.0, 2.0, 2, "2026-01-01T00:00:00Z", {})
-    return Winner(key_of(explanation.problem, device), config, tuned.current_provenance(config.family), measurement)
+    provenance = tuned.current_provenance(f"forward_{config.family}")
+    return Winner(key_of(explanation.problem, device), config, provenance, measurement)
 
 
 def error(arrays):
@@ -50,6 +52,24 @@ def test_new_winner_serves_a_call_that_was_remembered(arrays):
     explanation = cuflash.explain(*arrays)
     assert (explanation.config, explanation.source, explanation.stale) == (winner.config, "tuned", None)
     assert error(arrays) < 6e-4
+
+
+def test_new_winner_of_gradients_serves_a_call_that_was_remembered(arrays):
+    q, k, v = arrays
+    given = (v, q, k, v, *cuflash.attention_forward(q, k, v))
+    before = cuflash.attention_backward(*given)
+    default = cuflash.explain_backward(*given).config
+    config = replace(default, **{"mma": {"stages": 1}, "wgmma": {"waves": 2}}[default.family])
+    key = key_of(
+        Workload("float16", 2, (4, 4), (300, 300), (64, 64), backward=True).problem(),
+        device_info(cupy.cuda.Device().id),
+    )
+    provenance = tuned.current_provenance(f"backward_{config.family}")
+    tuned.put(Winner(key, config, provenance, Measurement(1.0, 2.0, 2, "2026-01-01T00:00:00Z", {})))
+    explanation = cuflash.explain_backward(*given)
+    assert (explanation.config, explanation.source, explanation.stale) == (config, "tuned", None)
+    for x, y in zip(cuflash.attention_backward(*given), before, strict=True):
+        assert cupy.linalg.norm((x - y).astype("float64")) < 1e-3 * cupy.linalg.norm(y.astype("float64"))
 
 
 def test_strict_mode_refuses_a_call_that_was_remembered(arrays):
@@ -72,7 +92,7 @@ def make_tuned(arrays):
 
 
 def test_provenance_of_this_machine_is_known(arrays):
-    assert tuned.UNKNOWN not in tuned.current_provenance("mma")
+    assert tuned.UNKNOWN not in tuned.current_provenance("forward_mma")
 
 
 def test_strided_arrays_are_planned_as_the_copies_that_are_made_of_them(arrays):
