@@ -2,13 +2,15 @@
 
 python benchmarks/backward_mma.py [--rounds 7] [--budget 80] [--only bfloat16-128] [--default-only]
 
-PyTorch's backend is FlashAttention-2 for 16-bit elements and the memory-efficient one for float32. The backward pass
-alone is timed, all kernels counted. B * N = 16384, H * D = 2048. Operations: 10 B H N_q N_k D, half if causal.
+PyTorch's backend is FlashAttention-2 for 16-bit elements, the memory-efficient one and the plain formula for float32;
+the ratio is to the faster one. The backward pass alone is timed, all kernels counted. B * N = 16384, H * D = 2048, but
+for the longest sequence, which has one head. Operations: 10 B H N_q N_k D, half if causal.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
@@ -24,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import cuflash
 from cuflash.backward_config import BackwardMmaConfig, BackwardSimtConfig
-from cuflash.timing import finish, flops, interleaved
+from cuflash.timing import BACKWARD_WORK, finish, flops, interleaved
 
 
 class Case(NamedTuple):
@@ -44,9 +46,13 @@ class Case(NamedTuple):
 
 
 CAUSAL = (("causal", True),)
+LONG = 2**18
 CASES = (
     Case("bfloat16", 128),
     Case("bfloat16", 128, options=CAUSAL),
+    Case("float32", 128, 1024),
+    Case("float32", 128, 1024, CAUSAL),
+    Case("bfloat16", 64, LONG),
     Case("bfloat16", 64),
     Case("bfloat16", 64, options=CAUSAL),
     Case("bfloat16", 128, 1024, CAUSAL),
@@ -56,13 +62,12 @@ CASES = (
     Case("bfloat16", 128, options=CAUSAL, group=8),
     Case("bfloat16", 96, options=CAUSAL),
     Case("bfloat16", 128, options=(("softcap", 30.0),)),
-    Case("float32", 128, 1024),
-    Case("float32", 128, 1024, CAUSAL),
 )
 CANDIDATES = {
     ("bfloat16", 64): (
         BackwardMmaConfig(64, 128, 8, 4),
         BackwardMmaConfig(128, 128, 8, 4),
+        BackwardMmaConfig(128, 128, 8, 4, spread_copies=True),
         BackwardMmaConfig(128, 128, 8, 8),
         BackwardMmaConfig(64, 128, 8, 8),
         BackwardMmaConfig(64, 64, 4, 4),
@@ -70,6 +75,7 @@ CANDIDATES = {
     ("bfloat16", 96): (BackwardMmaConfig(64, 128, 8, 4, swizzle=False), BackwardMmaConfig(64, 128, 8, 8)),
     ("bfloat16", 128): (
         BackwardMmaConfig(64, 128, 8, 4),
+        BackwardMmaConfig(64, 128, 8, 4, spread_copies=True),
         BackwardMmaConfig(64, 128, 8, 4, stages=1),
         BackwardMmaConfig(64, 128, 8, 4, vector_adds=False),
         BackwardMmaConfig(32, 128, 8, 4),
@@ -79,11 +85,12 @@ CANDIDATES = {
     ),
     ("bfloat16", 256): (
         BackwardMmaConfig(64, 64, 8, 2),
+        BackwardMmaConfig(64, 64, 8, 2, spread_copies=True),
         BackwardMmaConfig(64, 64, 8, 4),
         BackwardMmaConfig(32, 64, 8, 4),
         BackwardMmaConfig(64, 64, 8, 2, stages=1),
     ),
-    ("float16", 128): (BackwardMmaConfig(64, 128, 8, 4),),
+    ("float16", 128): (BackwardMmaConfig(64, 128, 8, 4), BackwardMmaConfig(64, 128, 8, 4, spread_copies=True)),
     ("float32", 128): (
         BackwardMmaConfig(64, 64, 8, 2, stages=1, mma_k=8),
         BackwardMmaConfig(64, 64, 8, 4, stages=1, mma_k=8),
@@ -92,13 +99,18 @@ CANDIDATES = {
     ),
 }
 CAPS = {"float16": 1e-3, "bfloat16": 6e-3, "float32": 5e-6}
+GOLD_ROWS = 4096  # at a time
 
 
 def show(config: BackwardMmaConfig | BackwardSimtConfig | None) -> str:
     """A configuration in a few characters."""
     if not isinstance(config, BackwardMmaConfig):
         return "default" if config is None else f"simt {config.b_r}x{config.b_c}"
-    flags = ("S" if config.swizzle else "") + ("V" if config.vector_adds else "")
+    flags = "".join(
+        letter
+        for letter, is_on in (("S", config.swizzle), ("V", config.vector_adds), ("C", config.spread_copies))
+        if is_on
+    )
     return f"{config.b_r}x{config.b_c} w{config.warps}/{config.key_warps} s{config.stages} b{config.min_blocks} {flags}"
 
 
@@ -106,7 +118,7 @@ def make_inputs(case: Case, n: int) -> tuple[Any, ...]:
     """Standard normal q, k, v and dO; for `n` other than the case's, one batch entry and few heads."""
     dtype = getattr(torch, case.dtype)
     whole = n == case.n
-    batch, heads = (max(16384 // n, 1), max(2048 // case.d, 1)) if whole else (1, case.group)
+    batch, heads = (max(16384 // n, 1), max(2048 // case.d, 1)) if whole and n < LONG else (1, case.group)
     q, dout = (torch.randn((batch, heads, n, case.d), device="cuda").to(dtype) for _ in range(2))
     k, v = (torch.randn((batch, heads // case.group, n, case.d), device="cuda").to(dtype) for _ in range(2))
     return q, k, v, dout
@@ -119,20 +131,40 @@ def gold(case: Case, q: Any, k: Any, v: Any, dout: Any) -> tuple[Any, Any, Any]:
     options = dict(case.options)
     dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for h in range(case.group):
-        s = q[h] @ k[0].T / math.sqrt(case.d)
-        slope: Any = 1.0
-        if "softcap" in options:
-            t = torch.tanh(s / options["softcap"])
-            s, slope = options["softcap"] * t, 1 - t * t
-        if "causal" in options:
-            s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1), -math.inf)
-        p = torch.softmax(s, -1)
-        dp = dout[h] @ v[0].T
-        ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * slope / math.sqrt(case.d)
-        dv[0] += p.T @ dout[h]
-        dk[0] += ds.T @ q[h]
-        dq[h] = ds @ k[0]
+        for first in range(0, q.shape[1], GOLD_ROWS):
+            rows = slice(first, first + GOLD_ROWS)
+            s = q[h, rows] @ k[0].T / math.sqrt(case.d)
+            slope: Any = 1.0
+            if "softcap" in options:
+                t = torch.tanh(s / options["softcap"])
+                s, slope = options["softcap"] * t, 1 - t * t
+            if "causal" in options:
+                s = s.masked_fill(torch.ones_like(s, dtype=torch.bool).triu(1 + first), -math.inf)
+            p = torch.softmax(s, -1)
+            dp = dout[h, rows] @ v[0].T
+            ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * slope / math.sqrt(case.d)
+            dv[0] += p.T @ dout[h, rows]
+            dk[0] += ds.T @ q[h, rows]
+            dq[h, rows] = ds @ k[0]
     return dq, dk, dv
+
+
+def rivals(case: Case, q: Any, k: Any, v: Any, dout: Any) -> dict[str, Callable[[], Any]]:
+    """PyTorch's backward passes that serve the case."""
+    if "softcap" in dict(case.options):
+        return {}
+    backends = {"pytorch": SDPBackend.FLASH_ATTENTION}
+    if case.dtype == "float32":
+        backends = {"pytorch": SDPBackend.EFFICIENT_ATTENTION, "pytorch formula": SDPBackend.MATH}
+    runs = {}
+    for name, backend in backends.items():
+        leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+        with sdpa_kernel(backend):
+            out = torch.nn.functional.scaled_dot_product_attention(
+                *leaves, is_causal="causal" in dict(case.options), enable_gqa=case.group > 1
+            )
+        runs[name] = functools.partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
+    return runs
 
 
 def check(case: Case, got: tuple[Any, ...], expected: tuple[Any, ...]) -> str | None:
@@ -165,7 +197,7 @@ def main() -> int:
         lse = torch.zeros(
             q.shape[:-1], device="cuda", dtype=torch.float64 if case.dtype == "float32" else torch.float32
         )
-        tiles = () if options.default_only else CANDIDATES[case.dtype, case.d]
+        tiles = () if options.default_only or case.n == LONG else CANDIDATES[case.dtype, case.d]
         jobs += [(case, config, (dout, q, k, v, q, lse)) for config in (None, *tiles)]
 
     def compiled(job: tuple[Any, ...]) -> str | None:
@@ -210,22 +242,21 @@ def main() -> int:
                 failed += 1
             del first, again
 
-        if "softcap" not in given:
-            backend = SDPBackend.EFFICIENT_ATTENTION if case.dtype == "float32" else SDPBackend.FLASH_ATTENTION
-            leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-            with sdpa_kernel(backend):
-                theirs = torch.nn.functional.scaled_dot_product_attention(
-                    *leaves, is_causal="causal" in given, enable_gqa=case.group > 1
-                )
-
-            def rival() -> Any:
-                return torch.autograd.grad(theirs, leaves, dout, retain_graph=True)  # noqa: B023
-
-            runs["pytorch"] = rival
-        times = interleaved(runs, options.rounds)
-        work = 2.5 * flops(q.shape[0], q.shape[1], case.n, case.n, case.d, "causal" in given)
+        if case.n == LONG and runs:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            finish(runs["default"], str(case))
+            taken = torch.cuda.max_memory_allocated() - before
+            print(
+                f"{case!s:32} {taken / 2**20:.0f} MiB of gradients and scratch, {taken / q.nbytes:.1f} times q",
+                flush=True,
+            )
+        theirs = rivals(case, q, k, v, dout)
+        times = interleaved(runs | theirs, options.rounds)
+        best = min((times[name] for name in theirs), default=math.nan)
+        work = BACKWARD_WORK * flops(q.shape[0], q.shape[1], case.n, case.n, case.d, "causal" in given)
         for name, ms in sorted(times.items(), key=lambda item: item[1]):
-            ratio = times.get("pytorch", math.nan) / ms
+            ratio = best / ms
             table.append({"case": str(case), "run": name, "ms": ms, "tflops": work / ms / 1e9, "ratio": ratio})
             print(f"{case!s:32} {work / ms / 1e9:7.1f} TFLOP/s {ratio:5.2f}x  {name}", flush=True)
     if "OUT" in os.environ:

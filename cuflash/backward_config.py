@@ -6,20 +6,21 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from cuflash.config import (
-    AMPERE,
     FLOAT_BYTES,
     HOPPER,
     MOST_WARPS,
     PANEL_COLUMNS,
     REGISTERS_PER_BLOCK,
-    REGISTERS_PER_THREAD,
     RESERVED_BYTES,
     SWIZZLE_BYTES,
     WARP,
     WARPGROUP_ROWS,
-    mma_depths,
+    mma_row_bytes,
+    require_bool,
     require_positive,
+    why_no_room,
     why_not_mma,
+    why_not_these_instructions,
     why_not_wgmma,
 )
 from cuflash.device import DeviceInfo
@@ -30,6 +31,7 @@ STATISTICS_ROWS = 128  # of a head, or a multiple: what its row statistics fill 
 
 # Registers of a thread that copies, that multiplies dS and K, and of a consumer: all that a launch of 512 threads gives
 BACKWARD_WGMMA_REGISTERS = (32, 64, 208)
+MOST_COLUMNS = 128  # of dK and dV in one instruction
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,7 @@ class BackwardSimtConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, "b_r", "b_c", "threads", "lanes_per_row")
-        if not isinstance(self.both_tiles, bool):
-            raise ValueError(f"BackwardSimtConfig.both_tiles must be True or False, got {self.both_tiles!r}")
+        require_bool(self, "both_tiles")
 
     def constants(self) -> dict[str, int]:
         """The named constants of the kernel."""
@@ -107,11 +108,7 @@ class BackwardSimtConfig:
                 return f"{name} must be a multiple of {unit}, got {tile}"
         if STATISTICS_ROWS % self.b_r:
             return f"b_r must divide {STATISTICS_ROWS}, got {self.b_r}"
-        if (needed := self.shared_bytes(spec)) > device.shared_bytes:
-            return f"the tiles need {needed} bytes of shared memory, {device.name} has {device.shared_bytes} a block"
-        if (needed := self.registers(spec)) > REGISTERS_PER_THREAD - 40:
-            return f"accumulators and operands need {needed} of {REGISTERS_PER_THREAD} registers a thread"
-        return None
+        return why_no_room(self, spec, device)
 
 
 DQ_ROWS = 32  # of a warp, where it computes dQ; as in backward_mma.cu
@@ -141,6 +138,8 @@ class BackwardMmaConfig:
         Whether `cp.async` brings tiles; sm_75 does not have it.
     vector_adds : bool
         Whether four numbers at a time are added to dQ in device memory; sm_90 has that.
+    spread_copies : bool
+        Whether the next tiles of Q and dO are asked for between products, rather than before them.
     """
 
     b_r: int
@@ -153,14 +152,13 @@ class BackwardMmaConfig:
     mma_k: int = 16
     async_copy: bool = True
     vector_adds: bool = True
+    spread_copies: bool = False
 
     family: ClassVar[str] = "mma"
 
     def __post_init__(self) -> None:
         require_positive(self, "b_r", "b_c", "warps", "key_warps", "stages", "min_blocks", "mma_k")
-        for name in ("swizzle", "async_copy", "vector_adds"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"BackwardMmaConfig.{name} must be True or False, got {getattr(self, name)!r}")
+        require_bool(self, "swizzle", "async_copy", "vector_adds", "spread_copies")
 
     @property
     def threads(self) -> int:
@@ -181,12 +179,12 @@ class BackwardMmaConfig:
             "kMmaK": self.mma_k,
             "kAsyncCopy": self.async_copy,
             "kVectorAdds": self.vector_adds,
+            "kSpreadCopies": self.spread_copies,
         }
 
     def row_bytes(self, columns: int, spec: Spec) -> int:
-        """From one row of a tile in shared memory to the next; as TileLayout in mma_tile.cuh."""
-        row = columns * ITEM_BYTES[spec.dtype]
-        return row if self.swizzle and row % 128 == 0 else row + 16
+        """From one row of a tile in shared memory to the next."""
+        return mma_row_bytes(columns, spec, self.swizzle)
 
     def row_tile_bytes(self, spec: Spec) -> int:
         """Shared memory of a tile of Q."""
@@ -231,19 +229,13 @@ class BackwardMmaConfig:
             return f"b_c must be a multiple of 16 * key_warps = {16 * self.key_warps}, got {self.b_c}"
         if self.stages > 2:
             return f"stages must be 1 or 2, got {self.stages}"
-        if self.mma_k not in (depths := mma_depths(spec, device)):
-            legal = " or ".join(map(str, depths))
-            return f"mma_k must be {legal} for {spec.dtype} on {device.architecture}, got {self.mma_k}"
-        if self.async_copy and device.compute_capability < AMPERE:
-            return f"async_copy needs sm_80 or newer, {device.name} is {device.architecture}"
+        if self.spread_copies and self.stages == 1:
+            return "spread_copies needs two stages, got 1"
+        if reason := why_not_these_instructions(spec, device, self.mma_k, self.async_copy):
+            return reason
         if self.vector_adds and device.compute_capability < HOPPER:
             return f"vector_adds needs sm_90 or newer, {device.name} is {device.architecture}"
-        if (needed := self.shared_bytes(spec)) > device.shared_bytes:
-            return f"the tiles need {needed} bytes of shared memory, {device.name} has {device.shared_bytes} a block"
-        available = min(REGISTERS_PER_THREAD, REGISTERS_PER_BLOCK // (self.threads * self.min_blocks))
-        if (needed := self.registers(spec)) > available - 40:
-            return f"accumulators and operands need {needed} of {available} registers a thread"
-        return None
+        return why_no_room(self, spec, device, REGISTERS_PER_BLOCK // (self.threads * self.min_blocks))
 
 
 def why_not_backward_mma(spec: Spec, device: DeviceInfo) -> str | None:
@@ -255,13 +247,15 @@ def why_not_backward_mma(spec: Spec, device: DeviceInfo) -> str | None:
 class BackwardWgmmaConfig:
     """Tiles of the Hopper family, `wgmma` and TMA, backward.
 
-    A block owns `b_c` keys, 64 of each consumer warpgroup, and walks over tiles of `b_r` query rows. Two more
-    warpgroups ask for copies and multiply dS and K.
+    A block owns `b_c` keys and walks over tiles of `b_r` query rows. Of four warpgroups one asks for copies, one
+    multiplies dS and K, and two are consumers.
 
     Attributes
     ----------
     b_r : int
         Query rows of a tile.
+    b_c : {128, 64}
+        Keys of a tile: 64 for each consumer, or 64 that both own, one of them for dV and the other for dK.
     k_stages : int
         Tiles of K in shared memory: with 2, the next one arrives early.
     dq_stages : int
@@ -272,18 +266,23 @@ class BackwardWgmmaConfig:
     """
 
     b_r: int
+    b_c: int = 128
     k_stages: int = 1
     dq_stages: int = 2
     waves: int = 1
 
     family: ClassVar[str] = "wgmma"
     consumers: ClassVar[int] = 2
-    row_stages: ClassVar[int] = 2  # of Q, dO and dS
+    row_stages: ClassVar[int] = 2  # of Q and dS, and of dO unless products are shared out
     threads: ClassVar[int] = 512
-    b_c: ClassVar[int] = 128
 
     def __post_init__(self) -> None:
-        require_positive(self, "b_r", "k_stages", "dq_stages", "waves")
+        require_positive(self, "b_r", "b_c", "k_stages", "dq_stages", "waves")
+
+    @property
+    def splits_products(self) -> bool:
+        """Whether the consumers share out the products of the same keys, rather than the keys."""
+        return self.b_c == WARPGROUP_ROWS
 
     def constants(self) -> dict[str, int]:
         """The named constants of the kernel."""
@@ -311,8 +310,9 @@ class BackwardWgmmaConfig:
     def products(self, spec: Spec) -> dict[str, tuple[int, ...]]:
         """The shapes of wgmma that the kernel uses: those of K Q^T and V dO^T, of P^T dO and dS^T Q, of dS K."""
         scores, dq = (self.b_r,), (min(spec.d, PANEL_COLUMNS),)
+        sums = (min(d - first, MOST_COLUMNS) for d in (spec.d, spec.d_v) for first in range(0, d, MOST_COLUMNS))
         return {
-            **{"wgmma_ss_first": scores, "wgmma_ss": scores, "wgmma_rs": (spec.d, spec.d_v)},
+            **{"wgmma_ss_first": scores, "wgmma_ss": scores, "wgmma_rs": tuple(sums)},
             **{"wgmma_ts_first": dq, "wgmma_ts": dq},
         }
 
@@ -320,15 +320,19 @@ class BackwardWgmmaConfig:
         """Dynamic shared memory of a block, as in wgmma_backward_shared.cuh, and what its alignment may cost."""
         qk, v = (-(-d // PANEL_COLUMNS) * PANEL_COLUMNS * ITEM_BYTES[spec.dtype] for d in (spec.d, spec.d_v))
         keys = self.b_c * (self.k_stages * qk + v)
-        rows = self.row_stages * self.b_r * (qk + v + self.b_c * ITEM_BYTES[spec.dtype] + 2 * FLOAT_BYTES)
+        rows = self.row_stages * self.b_r * (qk + self.b_c * ITEM_BYTES[spec.dtype] + FLOAT_BYTES)
+        rows += (1 if self.splits_products else self.row_stages) * self.b_r * (v + FLOAT_BYTES)
         pieces = self.dq_stages * self.piece_floats(spec) * FLOAT_BYTES
-        barriers = 8 * (3 * self.k_stages + 2 + 6 * self.row_stages + 2 * self.dq_stages)
-        return keys + rows + pieces + barriers + 4 * (3 * self.k_stages + 12) + SWIZZLE_BYTES
+        weights = self.b_r * self.b_c * FLOAT_BYTES if self.splits_products else 0
+        barriers = 8 * (3 * self.k_stages + 2 + 6 * self.row_stages + 2 * self.dq_stages + 3)
+        return keys + rows + pieces + weights + barriers + 4 * (3 * self.k_stages + 12) + SWIZZLE_BYTES
 
     def registers(self, spec: Spec) -> int:
         """The registers that dK, dV, S or dP, P and dS take, a consumer's thread: a lower bound."""
         halves = 2 if spec.softcap else 1  # P or dS, and slopes, two in a register
         features = 24 if spec.mask or spec.bias else 0
+        if self.splits_products:
+            return max(spec.d, spec.d_v) // 2 + self.b_r // 2 + self.b_r // 4
         return (spec.d + spec.d_v) // 2 + self.b_r // 2 + halves * self.b_r // 4 + features
 
     def why_illegal(self, spec: Spec, device: DeviceInfo) -> str | None:
@@ -337,6 +341,8 @@ class BackwardWgmmaConfig:
             return reason
         if self.b_r not in (WARPGROUP_ROWS, 2 * WARPGROUP_ROWS):
             return f"b_r must be 64 or 128, got {self.b_r}"
+        if self.b_c not in (WARPGROUP_ROWS, 2 * WARPGROUP_ROWS):
+            return f"b_c must be 64 or 128, got {self.b_c}"
         if self.k_stages > 2:
             return f"k_stages must be 1 or 2, got {self.k_stages}"
         if self.dq_stages < 2:

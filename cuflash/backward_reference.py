@@ -147,11 +147,12 @@ class _HeadGradients:
             k, v = self._live_keys("k", keys), self._live_keys("v", keys)
             s = np.matmul(q, k.swapaxes(-1, -2))
             s *= work.type(forward.scale)
-            capped = None
+            slope = None
             if forward.softcap is not None:
                 s /= work.type(forward.softcap)
-                capped = np.tanh(s)
-                s = capped * work.type(forward.softcap)
+                small = np.exp(-2 * np.abs(s))
+                slope = 4 * small / (1 + small) ** 2  # 1 − tanh² would be nothing but rounding where tanh is almost 1
+                s = np.tanh(s) * work.type(forward.softcap)
             pairs = s.reshape(*shape, keys.stop - keys.start)
             if part["bias"] is not None:
                 pairs += part["bias"][..., rows, keys]
@@ -173,8 +174,8 @@ class _HeadGradients:
             if self.bias_sums is not None:
                 self.bias_sums.add(dz.reshape(pairs.shape), rows, keys)
             dv[:, keys] += np.matmul(p.swapaxes(-1, -2), dout)
-            if capped is not None:
-                dz *= (1 - capped) * (1 + capped)
+            if slope is not None:
+                dz *= slope
                 np.copyto(dz, 0, where=p == 0)
             dk[:, keys] += np.matmul(dz.swapaxes(-1, -2), q)
             dq += np.matmul(dz, k)

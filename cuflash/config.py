@@ -7,13 +7,14 @@ and every error message ask `why_illegal`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from cuflash.device import DeviceInfo
 from cuflash.problem import ITEM_BYTES, Spec
 
 WARP = 32
 REGISTERS_PER_THREAD = 255
+OTHER_REGISTERS = 40  # than for accumulators and operands: addresses, counters
 REGISTERS_PER_BLOCK = 65536
 MOST_WARPS = 16
 AMPERE = (8, 0)
@@ -92,11 +93,7 @@ class SimtConfig:
             return f"b_r must be a multiple of threads / lanes_per_row = {groups}, got {self.b_r}"
         if self.b_c % max(self.lanes_per_row, 4):
             return f"b_c must be a multiple of lanes_per_row = {self.lanes_per_row}, got {self.b_c}"
-        if (needed := self.shared_bytes(spec)) > device.shared_bytes:
-            return f"the tiles need {needed} bytes of shared memory, {device.name} has {device.shared_bytes} a block"
-        if (needed := self.registers(spec)) > REGISTERS_PER_THREAD - 40:
-            return f"accumulators and operands need {needed} of {REGISTERS_PER_THREAD} registers a thread"
-        return None
+        return why_no_room(self, spec, device)
 
 
 @dataclass(frozen=True)
@@ -143,9 +140,7 @@ class MmaConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, "b_r", "b_c", "warps", "stages", "min_blocks", "mma_k")
-        for name in ("q_in_registers", "swizzle", "async_copy", "pack_gqa", "tile_sums"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"MmaConfig.{name} must be True or False, got {getattr(self, name)!r}")
+        require_bool(self, "q_in_registers", "swizzle", "async_copy", "pack_gqa", "tile_sums")
 
     @property
     def threads(self) -> int:
@@ -170,9 +165,8 @@ class MmaConfig:
         }
 
     def row_bytes(self, columns: int, spec: Spec) -> int:
-        """From one row of a tile in shared memory to the next; as TileLayout in mma_tile.cuh."""
-        row = columns * ITEM_BYTES[spec.dtype]
-        return row if self.swizzle and row % 128 == 0 else row + 16
+        """From one row of a tile in shared memory to the next."""
+        return mma_row_bytes(columns, spec, self.swizzle)
 
     def shared_bytes(self, spec: Spec) -> int:
         """Dynamic shared memory of a block: Q, stages of K and V, two tiles' bias; O takes their place in the end."""
@@ -202,17 +196,9 @@ class MmaConfig:
             return f"b_r must be a multiple of 16 * warps = {16 * self.warps}, got {self.b_r}"
         if self.b_c % 16:
             return f"b_c must be a multiple of 16, got {self.b_c}"
-        if self.mma_k not in (depths := mma_depths(spec, device)):
-            legal = " or ".join(map(str, depths))
-            return f"mma_k must be {legal} for {spec.dtype} on {device.architecture}, got {self.mma_k}"
-        if self.async_copy and device.compute_capability < AMPERE:
-            return f"async_copy needs sm_80 or newer, {device.name} is {device.architecture}"
-        if (needed := self.shared_bytes(spec)) > device.shared_bytes:
-            return f"the tiles need {needed} bytes of shared memory, {device.name} has {device.shared_bytes} a block"
-        available = min(REGISTERS_PER_THREAD, REGISTERS_PER_BLOCK // (self.threads * self.min_blocks))
-        if (needed := self.registers(spec)) > available - 40:
-            return f"accumulators and operands need {needed} of {available} registers a thread"
-        return None
+        if reason := why_not_these_instructions(spec, device, self.mma_k, self.async_copy):
+            return reason
+        return why_no_room(self, spec, device, REGISTERS_PER_BLOCK // (self.threads * self.min_blocks))
 
 
 WARPGROUP = 128
@@ -263,9 +249,7 @@ class WgmmaConfig:
 
     def __post_init__(self) -> None:
         require_positive(self, "consumers", "b_c", "stages", "q_stages", "section_mb")
-        for name in ("ping_pong", "speculative"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"WgmmaConfig.{name} must be True or False, got {getattr(self, name)!r}")
+        require_bool(self, "ping_pong", "speculative")
 
     @property
     def b_r(self) -> int:
@@ -348,10 +332,46 @@ def why_not_mma(spec: Spec, device: DeviceInfo) -> str | None:
 
 
 def mma_depths(spec: Spec, device: DeviceInfo) -> tuple[int, ...]:
-    """The legal values of `MmaConfig.mma_k`."""
+    """The legal values of `mma_k`."""
     if spec.dtype == "float32" or device.compute_capability < AMPERE:
         return (8,)
     return (16,) if spec.dtype == "bfloat16" else (16, 8)
+
+
+def why_not_these_instructions(spec: Spec, device: DeviceInfo, mma_k: int, async_copy: bool) -> str | None:
+    """Why `device` does not have these forms of `mma.sync` and of copies for `spec`; None where it does."""
+    if mma_k not in (depths := mma_depths(spec, device)):
+        legal = " or ".join(map(str, depths))
+        return f"mma_k must be {legal} for {spec.dtype} on {device.architecture}, got {mma_k}"
+    if async_copy and device.compute_capability < AMPERE:
+        return f"async_copy needs sm_80 or newer, {device.name} is {device.architecture}"
+    return None
+
+
+def mma_row_bytes(columns: int, spec: Spec, swizzle: bool) -> int:
+    """From one row of a tile in shared memory to the next; as TileLayout in mma_tile.cuh."""
+    row = columns * ITEM_BYTES[spec.dtype]
+    return row if swizzle and row % 128 == 0 else row + 16
+
+
+class Tiles(Protocol):
+    """A configuration, as far as it takes room."""
+
+    def shared_bytes(self, spec: Spec) -> int:
+        """Dynamic shared memory of a block."""
+
+    def registers(self, spec: Spec) -> int:
+        """A lower bound on the registers of a thread."""
+
+
+def why_no_room(tiles: Tiles, spec: Spec, device: DeviceInfo, registers: int = REGISTERS_PER_THREAD) -> str | None:
+    """Why `tiles` do not fit shared memory, or the `registers` that there are for a thread; None where they do."""
+    if (needed := tiles.shared_bytes(spec)) > device.shared_bytes:
+        return f"the tiles need {needed} bytes of shared memory, {device.name} has {device.shared_bytes} a block"
+    available = min(registers, REGISTERS_PER_THREAD)
+    if (needed := tiles.registers(spec)) > available - OTHER_REGISTERS:
+        return f"accumulators and operands need {needed} of {available} registers a thread"
+    return None
 
 
 TileConfig = NumpyConfig | SimtConfig | MmaConfig | WgmmaConfig
@@ -363,3 +383,11 @@ def require_positive(config: object, *names: str) -> None:
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{type(config).__name__}.{name} must be a positive int, got {value!r}")
+
+
+def require_bool(config: object, *names: str) -> None:
+    """Refuse anything but booleans in the fields `names`."""
+    for name in names:
+        value = getattr(config, name)
+        if not isinstance(value, bool):
+            raise ValueError(f"{type(config).__name__}.{name} must be True or False, got {value!r}")

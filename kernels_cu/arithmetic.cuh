@@ -38,8 +38,8 @@ __device__ __forceinline__ float tanh_of_small(float x) {
   const float square = x * x;
   return fmaf(x * square, fmaf(fmaf(fmaf(kTanh9, square, kTanh7), square, kTanh5), square, kTanh3), x);
 }
+constexpr float kTwiceLog2E = 2 * kLog2E;
 __device__ __forceinline__ float tanh_of_large(float x) {  // to 2^-22 elsewhere
-  constexpr float kTwiceLog2E = 2 * kLog2E;
   return 1 - 2 * rcp_approx_ftz(1 + exp2_of(kTwiceLog2E * x));
 }
 __device__ __forceinline__ float tanh_of(float x) {
@@ -47,6 +47,25 @@ __device__ __forceinline__ float tanh_of(float x) {
   return fabsf(x) < kTanhSmall ? tanh_of_small(x) : tanh_of_large(x);
 }
 __device__ __forceinline__ double tanh_of(double x) { return tanh(x); }
+
+// tanh_of(x) and its derivative 4 e / (1 + e)^2, where e = e^(-2 |x|): 1 - tanh^2 would be nothing but rounding where tanh is almost 1.
+template <class T> struct TanhWithSlope { T value, slope; };
+__device__ __forceinline__ TanhWithSlope<float> tanh_with_slope(float x) {
+  if (sizeof(Element) != 2) {
+    const float e = expf(-2 * fabsf(x));
+    return {tanhf(x), 4 * e / ((1 + e) * (1 + e))};
+  }
+  if (fabsf(x) < kTanhSmall) {
+    const float value = tanh_of_small(x);
+    return {value, (1 - value) * (1 + value)};
+  }
+  const float e = exp2_of(kTwiceLog2E * x), per_sum = rcp_approx_ftz(1 + e);
+  return {1 - 2 * per_sum, 4 * per_sum * fminf(e * per_sum, 1)};  // 0 times an infinity is less than 1
+}
+__device__ __forceinline__ TanhWithSlope<double> tanh_with_slope(double x) {
+  const double e = exp(-2 * fabs(x));
+  return {tanh(x), 4 * e / ((1 + e) * (1 + e))};
+}
 __device__ __forceinline__ float log2_of(float x) { return log2f(x); }
 __device__ __forceinline__ float log_of(float x) { return logf(x); }
 __device__ __forceinline__ double log_of(double x) { return log(x); }

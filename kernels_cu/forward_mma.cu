@@ -14,6 +14,8 @@
 #include "softmax.cuh"
 #include "tile.cuh"
 #include "mma_tile.cuh"
+#include "mma_fragments.cuh"
+#include "mma_tf32.cuh"
 #include "mma_products.cuh"
 #include "mma_softmax.cuh"
 
@@ -85,7 +87,7 @@ __device__ __forceinline__ void add_bias(SAccumulators& s, const Scores& score, 
   if (bias_smem != nullptr) {
 #pragma unroll
     for (i32 j = 0; j < kKeyBlocks; ++j) {
-      const auto bias = *reinterpret_cast<const Vector<float, 2>*>(bias_smem + j * kKeyBlock + 2 * lane.t);
+      const auto bias = *reinterpret_cast<const Vector<float, 2>*>(bias_smem + j * kColumnBlock + 2 * lane.t);
 #pragma unroll
       for (i32 r = 0; r < kRows; ++r)
 #pragma unroll
@@ -95,7 +97,7 @@ __device__ __forceinline__ void add_bias(SAccumulators& s, const Scores& score, 
     constexpr i32 kTogether = 2;  // key blocks; more loads under way would leave no registers
 #pragma unroll
     for (i32 first = 0; first < kKeyBlocks; first += kTogether) {
-      if (key0 + first * kKeyBlock >= see.key_length) break;
+      if (key0 + first * kColumnBlock >= see.key_length) break;
 #pragma unroll
       for (i32 r = 0; r < kRows; ++r) {
         const i32 number = number_of_row(r, lane), row = min(at.query_row(number), see.query_length - 1);
@@ -104,7 +106,7 @@ __device__ __forceinline__ void add_bias(SAccumulators& s, const Scores& score, 
         for (i32 j = first; j < first + kTogether; ++j)
 #pragma unroll
           for (i32 e = 0; e < 2; ++e) {
-            const i32 key = key0 + j * kKeyBlock + 2 * lane.t + e;
+            const i32 key = key0 + j * kColumnBlock + 2 * lane.t + e;
             add(s[r / 2][j][2 * (r % 2) + e], kMasked && key >= see.key_length ? 0 : of_head.bias_at(row, key));
           }
       }
@@ -143,7 +145,7 @@ struct SharedBias {
 __device__ __forceinline__ void mask_scores(SAccumulators& s, const Visibility& see, const Place& at, i32 key0, Lane lane) {
   const auto sees = [&](i32 r, i32 j, i32 e) {
     const i32 number = number_of_row(r, lane);
-    return see.of_head(at.head_offset(number)).sees(at.query_row(number), key0 + j * kKeyBlock + 2 * lane.t + e);
+    return see.of_head(at.head_offset(number)).sees(at.query_row(number), key0 + j * kColumnBlock + 2 * lane.t + e);
   };
   u32 seen[kRows] = {};  // with a mask in memory: bit 2 j + e for column e of key block j
   if constexpr (kMask) {
@@ -188,6 +190,7 @@ __device__ __forceinline__ void store_rows(const Params& p, u8* smem, const OAcc
   const Lane lane = {};
   Element* const out = p.out + at.batch * p.out_batch + at.head * p.out_head;
   Lse* const lse = p.lse + (static_cast<i64>(at.batch) * p.heads + at.head) * p.n_q;
+  const LogUnits units = log_units(p, c);
 #pragma unroll
   for (i32 r = 0; r < kRows; ++r) {
     const i32 number = number_of_row(r, lane);
@@ -197,14 +200,14 @@ __device__ __forceinline__ void store_rows(const Params& p, u8* smem, const OAcc
     const bool empty = row >= see.query_length || l == 0;
     const bool stores = row < p.n_q && is_due(r);
     if (p.lse != nullptr) {
-      const Lse log_sum_exp = rows.log_sum_exp(r, l, c);
+      const Lse log_sum_exp = rows.log_sum_exp(r, l, units);
       if (stores && lane.t == 0) lse[head * p.n_q + row] = empty ? -static_cast<Lse>(kInfinity) : log_sum_exp;
     }
 
     const Real per_l = 1 / rows.divisor(r, l);
 #pragma unroll
     for (i32 b = 0; b < kOutBlocks; ++b) {
-      const i32 column = b * kKeyBlock + 2 * lane.t;
+      const i32 column = b * kColumnBlock + 2 * lane.t;
       const float x0 = o[r / 2][b][2 * (r % 2)] * per_l * unit_of_o, x1 = o[r / 2][b][2 * (r % 2) + 1] * per_l * unit_of_o;
       store_pair(smem + Out::offset(number, column / kChunkElements) + column % kChunkElements * sizeof(Element), empty ? 0 : x0,
                  empty ? 0 : x1, Element{});

@@ -6,8 +6,6 @@ constexpr i32 kRowBlock = 16;    // rows of an accumulator
 constexpr i32 kColumnBlock = 8;  // and its columns
 constexpr i32 kStepChunks = 2;   // of each row that one step of a product along rows takes: 32 bytes
 
-using Accumulator = float[4];
-
 struct Lane {
   i32 index = threadIdx.x % 32;
   i32 g = threadIdx.x % 32 / 4;  // row of a block, and g + 8

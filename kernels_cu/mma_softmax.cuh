@@ -24,6 +24,16 @@ __device__ __forceinline__ float softmax_factor(const Params& p) {
   return c == 0 ? 1.0f : fminf(c, kLargest);
 }
 
+// What s and c s are in natural logarithms, of scores as the backward pass computes them again: log(2) c s would be another, since c,
+// rounded, is not quite the scale times log2(e).
+struct LogUnits {
+  Lse of_s, of_c_s;
+};
+__device__ __forceinline__ LogUnits log_units(const Params& p, Real c) {
+  const Lse of_s = kCapsLate ? static_cast<Lse>(kLn2) : kFolded ? static_cast<Lse>(fabsf(static_cast<float>(p.scale))) : Lse(1);
+  return {of_s, of_s / static_cast<Lse>(c)};
+}
+
 // The largest score, or magnitude, that a lane holds of its row in slot r
 template <bool kMagnitude = false> __device__ __forceinline__ Real largest_in_slot(const SAccumulators& s, i32 r) {
   Real largest = kMagnitude ? Real(0) : -kInfinity;
@@ -131,9 +141,8 @@ struct RowsState {
   __device__ __forceinline__ Real sum(i32 r) const { return sum_over_quad(l[r]); }
   __device__ __forceinline__ Real divisor(i32 r, Real sum) const { return kRoundsP ? l_of_p[r] : sum; }
   // Of a row that has seen a key, from its sum
-  __device__ __forceinline__ Lse log_sum_exp(i32 r, Real sum, Real c) const {
-    const Lse log2_reference = static_cast<Lse>(shift(r)) * static_cast<Lse>(c) + static_cast<Lse>(offset[r]);
-    return log2_reference * static_cast<Lse>(kLn2) + log_of(static_cast<Lse>(sum));
+  __device__ __forceinline__ Lse log_sum_exp(i32 r, Real sum, LogUnits units) const {
+    return static_cast<Lse>(shift(r)) * units.of_s + (static_cast<Lse>(offset[r]) * units.of_c_s + log_of(static_cast<Lse>(sum)));
   }
 
  private:

@@ -35,9 +35,13 @@ struct Scores {
     Real score, slope;
   };
   __device__ __forceinline__ WithSlope with_slope(Real dot, i32 row, i32 key) const {
-    const Real scaled = scale * dot, capped = kSoftcap ? tanh_of(scaled) : scaled;
-    const Real unbiased = kSoftcap ? softcap * capped : capped;
-    return {kBias ? bias_at(row, key) + unbiased : unbiased, kSoftcap ? (1 - capped) * (1 + capped) : Real(1)};
+    WithSlope of = {scale * dot, 1};
+    if (kSoftcap) {
+      const TanhWithSlope<Real> capped = tanh_with_slope(of.score);
+      of = {softcap * capped.value, capped.slope};
+    }
+    if (kBias) of.score = bias_at(row, key) + of.score;
+    return of;
   }
   // For floats; a limit of 0 where the powers of the scale would leave their range, and where a series is too coarse for the elements
   __device__ __forceinline__ SoftcapSeries softcap_series(float unit) const {

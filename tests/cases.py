@@ -233,6 +233,16 @@ def strides() -> Iterator[Case]:
     )
 
 
+def saturated_softcaps() -> Iterator[Case]:
+    """tanh is almost ±1 for every key, and its derivative next to nothing."""
+    for dtype, values in zip(FLOATS, itertools.cycle(("falling", "ramp"))):
+        yield Case(
+            f"softcap-saturated-{dtype}",
+            n=(33, 40), d=(16, 16), dtype=dtype, values=values, mask="--qk", mask_kind="late-keys",
+            options={"softcap": 4.0},
+        )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class View:
     """How an array lies in a larger block of memory.
@@ -630,7 +640,7 @@ CASES = [
     case
     for family in (
         *(sizes, head_dims, heads_and_batches, windows, masks_and_biases),
-        *(lengths, value_kinds, scales_and_softcaps, strides),
+        *(lengths, value_kinds, scales_and_softcaps, strides, saturated_softcaps),
     )
     for case in family()
 ]

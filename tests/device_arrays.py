@@ -54,5 +54,5 @@ def call_on_device(call: Mapping[str, Any], options: Mapping[str, Any], config: 
     inputs = {name: x for name, x in arrays.items() if name not in ("out", "dout", "lse", "dlse")}
     results = cuflash.attention_forward(**inputs, **options, config=config)
     for name, x in zip(("out", "lse"), results, strict=True):
-        arrays[name] = cupy.asarray(np.where(np.isnan(call[name]), call[name], cupy.asnumpy(x)))
+        arrays[name] = on_device(np.where(np.isnan(call[name]), call[name], cupy.asnumpy(x)))
     return arrays

@@ -108,8 +108,10 @@ def scores(formula: Formula, product: Any, work: Any) -> tuple[Any, Any]:
     s = work(problem.scale) * product
     slope = work(1)
     if problem.softcap is not None:
-        capped = np.tanh(s / work(problem.softcap))
-        s, slope = work(problem.softcap) * capped, (1 - capped) * (1 + capped)
+        capped = s / work(problem.softcap)
+        small = np.exp(-2 * np.abs(capped))
+        slope = 4 * small / (1 + small) ** 2  # 1 − tanh² would be nothing but rounding where tanh is almost 1
+        s = work(problem.softcap) * np.tanh(capped)
     if problem.bias is not None:
         s = s + problem.bias.astype(work)
     return np.where(problem.sees, s, work(-np.inf)), slope
@@ -198,6 +200,7 @@ def yardstick(formula: Formula, hot: bool, dtypes: Mapping[str, Any]) -> Iterato
 
     The two passes are different kernels, and sum over D in orders of their own: O and the log-sum-exp come from another
     order than P does, where that is more than the rounding to the input dtype hides. For `hot` scores there are many.
+    The forward pass rounds P before it divides by the sum, or after; the rounding of O then differs.
     """
     problem = formula.problem
     dtype = problem.q.dtype
@@ -210,13 +213,14 @@ def yardstick(formula: Formula, hot: bool, dtypes: Mapping[str, Any]) -> Iterato
     with np.errstate(all="ignore"):
         dp = np.matmul(dout, v.swapaxes(-1, -2))
         draws = list(products(q, k, hot))
-        if not hot and dtype.itemsize > 2:
-            draws.append(one_after_another(q, k))
-        for product, of_forward in zip(draws, (*draws[1:], draws[0]), strict=True):
+        if not hot:
+            draws.append(one_after_another(q, k) if dtype.itemsize > 2 else draws[0])
+        for number, (product, of_forward) in enumerate(zip(draws, (*draws[1:], draws[0]), strict=True)):
             s, slope = scores(formula, product, work)
             m, row_sum, weights = softmax(formula, scores(formula, of_forward, work)[0])
             lse = (m.astype(np.float64) + np.log(row_sum.astype(np.float64))).astype(lse_dtype(dtype))
-            out = rounded(np.matmul(rounded(weights), v))
+            sums = np.where(row_sum == 0, 1, row_sum) if number % 2 else work(1)
+            out = rounded(np.matmul(rounded(weights * sums), v) / sums)
             delta = (dout * out).sum(axis=-1, keepdims=True) - formula.dlse.astype(work)
             seen = problem.sees & (lse != -np.inf)
             p = np.where(seen, np.exp((s.astype(lse.dtype) - lse).astype(work)), work(0))

@@ -12,10 +12,12 @@ from cases import CASES, Case, random_case
 from cases_backward import make_call
 from emulator import SCHEDULES, EmulatorError, Schedule, kernel_texts, why_no_emulator
 from emulator.backward import gradients, read
+from emulator.forward import attention
 from emulator.mutants import Mutant
 
 from cuflash.backward_config import BackwardMmaConfig, why_not_backward_mma
 from cuflash.backward_plan import why_not_backward_mma_by_default
+from cuflash.config import MmaConfig
 from cuflash.device import known_device
 from cuflash.problem import Spec
 
@@ -26,7 +28,7 @@ SMALL = BackwardMmaConfig(b_r=32, b_c=32, warps=2, key_warps=1)
 CONFIGS = (
     SMALL,
     BackwardMmaConfig(b_r=64, b_c=32, warps=4, key_warps=2, stages=1, swizzle=False, vector_adds=False),
-    BackwardMmaConfig(b_r=32, b_c=64, warps=4, key_warps=4),
+    BackwardMmaConfig(b_r=32, b_c=64, warps=4, key_warps=4, spread_copies=True),
     BackwardMmaConfig(b_r=64, b_c=32, warps=4, key_warps=1, swizzle=False),
 )
 FLOAT = replace(SMALL, mma_k=8)
@@ -47,6 +49,7 @@ CHOSEN = [
     case for number, case in enumerate(SERVED) if number % 16 == 0 or (case.values != "normal" and number % 5 == 0)
 ]
 CHOSEN += [case for case in CASES if case.dtype == "float32"][::40]
+LARGE_SCORES = ("exact-hot-float32", "bias-large", "hot-float32", "exact-hot-float16-causal")
 NOT_FOR_TF32 = ("infinite-key-float32", "denormal-float32-causal")
 
 
@@ -73,6 +76,17 @@ def test_mma_gradients_are_as_exact_as_the_rule_asks(case):
     check(case)
 
 
+@pytest.mark.parametrize("id", LARGE_SCORES)
+def test_mma_gradients_are_exact_with_the_forward_pass_of_the_family_where_sums_are_cut_off(id):
+    case = BY_ID[id]
+    call = make_call(case)
+    inputs = {name: x for name, x in call.items() if name not in ("dout", "out", "lse", "dlse")}
+    config, sums = (FLOAT if case.dtype == "float32" else SMALL), {"watched": False, "sum_bits": 24}
+    out, lse = attention(inputs, case.options, MmaConfig(32, 32, warps=1, mma_k=config.mma_k), **sums)
+    results = gradients(call | {"out": out, "lse": lse}, case.options, config, **sums)
+    gold_backward.expect(**call, **case.options).check(*results)
+
+
 @pytest.mark.parametrize("id", NOT_FOR_TF32)
 def test_numbers_that_tf32_does_not_serve_are_left_to_the_cuda_cores(id):
     check(BY_ID[id], FLOAT)
@@ -90,6 +104,16 @@ def test_mma_gradients_are_right_for_a_random_problem(seed):
 )
 def test_mma_gradients_are_right_with_every_configuration(config):
     check(replace(BY_ID["d-59-to-111"], dtype="float16"), config)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_copies_beside_products_give_the_same_bits(dtype):
+    case = replace(BY_ID["d-59-to-111"], dtype=dtype)
+    call, config = make_call(case), FLOAT if dtype == "float32" else SMALL
+    expected = gradients(call, case.options, config)
+    for schedule in SCHEDULES if dtype == "float16" else SCHEDULES[:1]:
+        spread = gradients(call, case.options, replace(config, spread_copies=True), schedule)
+        assert all(map(np.array_equal, spread, expected))
 
 
 @pytest.mark.parametrize("id", ["everything", "window-n-30x130"])
@@ -139,6 +163,14 @@ PROBLEMS = {
     "causal": (Case("backward-mma-causal", **SIZED, options={"causal": True}), SMALL),
     "window": (Case("backward-mma-window", **SIZED, options={"window": (16, 4)}), SMALL),
     "softcap": (Case("backward-mma-softcap", **SIZED, bias="bhqk", options={"softcap": 1.5}), SMALL),
+    "saturated": (
+        Case(
+            "backward-mma-saturated",
+            **SIZED | {"dtype": "bfloat16", "values": "falling", "mask": "bhqk", "mask_kind": "late-keys"},
+            options={"softcap": 1.0},
+        ),
+        SMALL,
+    ),
     "float": (Case("backward-mma-float", **SIZED | {"dtype": "float32"}), FLOAT),
     "hot-float": (Case("backward-mma-hot", **HOT), FLOAT),
     "infinite": (Case("backward-mma-infinite", **SIZED | {"dtype": "float32"}, values="infinite-key"), FLOAT),
@@ -146,11 +178,12 @@ PROBLEMS = {
     "few-keys": (Case("backward-mma-few-keys", **SIZED | {"n": (70, 3)}), SMALL),
 }
 
-KERNEL, ORDER, SCORES, PRODUCTS, TF32 = (
+KERNEL, ORDER, SCORES, PRODUCTS, SPLIT, TF32 = (
     "backward_mma.cu",
     "backward_mma_order.cuh",
     "backward_mma_scores.cuh",
     "backward_mma_products.cuh",
+    "mma_tf32.cuh",
     "backward_mma_tf32.cuh",
 )
 MUTANTS = [
@@ -187,12 +220,19 @@ MUTANTS = [
     Mutant("ds-not-transposed", PRODUCTS, "ldmatrix_x4_trans(a[i], ATile", "ldmatrix_x4(a[i], ATile", ("plain",)),
     Mutant("row-8-taken-for-row-0", SCORES, "lane.g + 8 * (e / 2)", "lane.g", ("causal",)),
     # ---- TF32 ----
-    Mutant("small-parts-left-out", TF32, "mma_m16n8k8_tf32(sum[n][i], a[i].small, b[n].big);", "", ("float",)),
+    Mutant("small-parts-left-out", SPLIT, "mma_m16n8k8_tf32(sum[n][i], a[i].small, b[n].big);", "", ("float",)),
     Mutant("odd-rows-before-even-ones", TF32, "2 * lane.t + odd, place)", "2 * lane.t + 1 - odd, place)", ("float",)),
     Mutant("special-numbers-not-found", TF32, "if (found) *special = 1;", "", ("infinite",)),
     Mutant("lse-of-one-float", SCORES, "log_weight -= lse_low.x[e % 2];", "log_weight -= 0;", ("hot-float",)),
     # ---- weights ----
     Mutant("slope-forgotten", SCORES, "x = weights[e] * slope;", "x = weights[e];", ("softcap",)),
+    Mutant(
+        "slope-that-cancels",
+        "arithmetic.cuh",
+        "4 * per_sum * fminf(e * per_sum, 1)",
+        "4 * per_sum * (1 - per_sum)",
+        ("saturated",),
+    ),
     Mutant("bias-of-a-row-that-is-not-there", SCORES, "min(row, see.query_length - 1)", "row", ("softcap",)),
     Mutant("weights-of-unseen-keys", SCORES, "          weights[e] = 0;\n", "", ("causal",)),
     Mutant("delta-left-out", SCORES, "dp[i][j][e] - delta.x[e % 2]", "dp[i][j][e]", ("plain",)),

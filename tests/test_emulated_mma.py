@@ -32,6 +32,7 @@ CONFIGS = (
 SMALL = MmaConfig(b_r=32, b_c=32, warps=1, stages=2)
 PACKED = replace(SMALL, pack_gqa=True)
 KERNEL, TILES, PRODUCTS, SOFTMAX = "forward_mma.cu", "mma_tile.cuh", "mma_products.cuh", "mma_softmax.cuh"
+FRAGMENTS, TF32 = "mma_fragments.cuh", "mma_tf32.cuh"
 BY_ID = {case.id: case for case in CASES}
 SERVED = [case for case in CASES if case.dtype != "float64"]
 # Every eighth case, and more of those about values: what the others vary is shared with the kernel on CUDA cores.
@@ -114,6 +115,14 @@ def test_a_huge_scale_leaves_the_largest_score_alone(scale, dtype):
     scores = np.sign(scale) * np.matmul(inputs["q"].astype(float), inputs["k"].astype(float).swapaxes(-1, -2))
     best = np.take_along_axis(inputs["v"], scores.argmax(axis=-1)[..., None], axis=-2)
     np.testing.assert_allclose(out.astype(float), best.astype(float), rtol=1e-6)
+
+
+@pytest.mark.parametrize("id", ["exact-hot-float32", "scale--1024.0-hot", "bias-large"])
+def test_log_sum_exp_of_large_scores_is_exact_enough_to_take_weights_from(id):
+    case = BY_ID[id]
+    inputs = make_inputs(case)
+    _, lse = attention(inputs, case.options, replace(SMALL, mma_k=8))
+    assert abs(lse - gold.gold(**inputs, **case.options)[1]).max() < 1e-6
 
 
 # ---- references that scores exceed ----
@@ -235,23 +244,23 @@ MUTANTS = [
     Mutant("columns-beyond-the-end-loaded", TILES, "elements > 0 ? kChunkBytes : 0", "kChunkBytes", ("plain",)),
     Mutant("swizzle-forgotten-on-the-way-back", TILES, "(address ^ chunks %", "(address + chunks %", ("swizzled",)),
     # ---- fragments ----
-    Mutant("k-fragments-mixed-up", PRODUCTS, "lane.index / 8 % 2", "lane.index / 16", ("plain",)),
+    Mutant("k-fragments-mixed-up", FRAGMENTS, "lane.index / 8 % 2", "lane.index / 16", ("plain",)),
     Mutant("p-halves-mixed-up", PRODUCTS, "p[1] = packed(s0[2]", "p[1] = packed(s1[2]", ("plain",)),
     Mutant(
         "v-block-twice",
         PRODUCTS,
-        "multiply(o1, p, v[2], v[3])",
-        "multiply(o1, p, v[0], v[1])",
+        "multiply_block(o1, p, v[2], v[3], T{})",
+        "multiply_block(o1, p, v[0], v[1], T{})",
         ("plain",),
     ),
-    Mutant("second-half-of-a-step-left-out", PRODUCTS, "      mma_m16n8k8(d, a1, b1, T{});\n", "", ("turing",)),
+    Mutant("second-half-of-a-step-left-out", FRAGMENTS, "    mma_m16n8k8(d, a1, b1, T{});\n", "", ("turing",)),
     Mutant("row-8-taken-for-row-0", KERNEL, "8 * (r % 2) + lane.g", "lane.g", ("causal",)),
-    Mutant("small-parts-left-out", PRODUCTS, "mma_m16n8k8_tf32(cross[i][n], a[i].small, b[n].big);", "", ("float",)),
+    Mutant("small-parts-left-out", TF32, "mma_m16n8k8_tf32(sum[n][i], a[i].small, b[n].big);", "", ("float",)),
     Mutant(
         "float-keys-mixed-up",
         PRODUCTS,
-        "split<kCareful>(weight[2], p[i].big[1]",
-        "split<kCareful>(weight[1], p[i].big[1]",
+        "split_in_two(weight[2], p[i].big[1]",
+        "split_in_two(weight[1], p[i].big[1]",
         ("float",),
     ),
     Mutant("part-of-an-infinity-not-minded", PRODUCTS, "fabsf(of_big[e]) < kInfinity ?", "true ?", ("infinite",)),

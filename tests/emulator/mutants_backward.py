@@ -26,6 +26,10 @@ PROBLEMS = {
         Case("backward-bias-of-keys", **SIZED, bias="b--k"),
         Case("backward-bias-of-rows", **SIZED, bias="b-q-"),
         Case("backward-softcap", **SIZED, options={"softcap": 1.5}),
+        Case(
+            "backward-softcap-saturated",
+            **SIZED | {"options": {"softcap": 2.0}, "values": "ramp", "mask": "bhqk", "mask_kind": "late-keys"},
+        ),
         Case("backward-softcap-bias", **SIZED, bias="bhqk", options={"softcap": 1.5}),
         Case("backward-dead-bias-rows", **SIZED, bias="bhqk", bias_kind="dead-rows"),
     )
@@ -77,6 +81,13 @@ MUTANTS = [
     Mutant("lse-with-the-stride-of-rows-of-q", STATISTICS, "head * p.lse_head", "head * p.out_head", PLAIN),
     # ---- scores and their derivative ----
     Mutant("slope-forgotten", PAIR, "dz * z.slope", "dz", ("backward-softcap",)),
+    Mutant(
+        "slope-that-cancels",
+        "arithmetic.cuh",
+        "return {tanhf(x), 4 * e / ((1 + e) * (1 + e))};",
+        "return {tanhf(x), (1 - tanhf(x)) * (1 + tanhf(x))};",
+        ("backward-softcap-saturated",),
+    ),
     Mutant("scale-of-the-softcap", KERNEL, "p.gradient_scale", "p.scale", ("backward-softcap",)),
     Mutant("scale-of-dv", KERNEL, "sum2, Real(1)", "sum2, scale", PLAIN),
     Mutant("bias-gradient-of-the-product", BIAS, ").dz;", ").ds;", ("backward-softcap-bias",)),

@@ -1,6 +1,7 @@
 """Gradients on a GPU: the case list with every family, and what only a device shows."""
 
 import threading
+import zlib
 
 import gold
 import gold_backward
@@ -83,9 +84,12 @@ def test_case_with_hopper_tiles(case):
     run(case, config=backward_wgmma_default(problem.spec, device))
 
 
-@pytest.mark.parametrize("index", range(len(CASES)), ids=[case.id for case in CASES])
-def test_case_with_small_simt_tiles(index):
-    run(CASES[index], config=SMALL_TILES[index % len(SMALL_TILES)])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_case_with_small_simt_tiles(case):
+    arrays = {name: on_device(x) for name, x in make_call(case).items()}
+    spec = cuflash.explain_backward(**arrays, **case.options).problem.spec
+    # One configuration for each Spec, so that each is compiled once
+    run(case, config=SMALL_TILES[zlib.crc32(str(spec).encode()) % len(SMALL_TILES)])
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -128,27 +132,25 @@ def test_more_heads_than_a_grid_axis_holds(batch, heads):
 
 
 def test_workspace_is_linear_in_the_length():
-    pool = cupy.get_default_memory_pool()
     used = []
     for n in (4096, 8192):
-        dout, q, k, v, out, lse = problem((1, 1, n, 64))
-        cuflash.prepare_backward(dout, q, k, v, out, lse)
-        pool.free_all_blocks()
-        before = pool.total_bytes()
-        cuflash.attention_backward(dout, q, k, v, out, lse)
-        used.append(pool.total_bytes() - before)
-    assert used[1] <= 2 * used[0] + 4096
-    assert used[1] < 16 * q.nbytes
+        arrays = problem((1, 1, n, 64))
+        pool = cupy.cuda.MemoryPool()
+        with cupy.cuda.using_allocator(pool.malloc):
+            cuflash.attention_backward(*arrays)
+        used.append(pool.total_bytes())
+    size = arrays[0].nbytes
+    assert size < used[1] <= 2 * used[0] + 4096
+    assert used[1] < 16 * size
 
 
 def test_a_quarter_of_a_million_rows_in_linear_memory():
     n = 2**18
     dout, q, k, v, out, lse = problem((n, 64))
-    pool = cupy.get_default_memory_pool()
-    pool.free_all_blocks()
-    before = pool.total_bytes()
-    grads = cuflash.attention_backward(dout, q, k, v, out, lse)
-    assert pool.total_bytes() - before < 16 * q.nbytes
+    pool = cupy.cuda.MemoryPool()
+    with cupy.cuda.using_allocator(pool.malloc):
+        grads = cuflash.attention_backward(dout, q, k, v, out, lse)
+    assert pool.total_bytes() < 16 * q.nbytes
     some = np.sort(np.random.default_rng(9).choice(n, 8, replace=False))
     wide = [x.astype(np.float64) for x in (dout, q, k, v, out, lse)]
 
@@ -209,7 +211,8 @@ def test_two_streams_at_once_while_a_third_keeps_the_device_busy():
 def test_four_threads():
     inputs = [problem((2, 4, n, 64)) for n in (100, 200, 300, 400)]
     expected = [cuflash.attention_backward(*x) for x in inputs]
-    backward.REMEMBERED.clear()
+    cupy.cuda.Device().synchronize()  # the threads' streams do not wait for this one
+    backward.CALLS.known.clear()
     compiler._functions.clear()
     wrong = []
 
@@ -256,6 +259,7 @@ def test_inputs_that_broadcast_get_gradients_of_their_own_shape():
 def test_pytorch_tensors_come_back_as_tensors_of_their_device_and_stream(dtype):
     torch = pytest.importorskip("torch")
     dout, q, k, v = (torch.randn(2, 4, 100, 64, device="cuda").to(getattr(torch, dtype)) for _ in range(4))
+    torch.cuda.synchronize()  # the stream below does not wait for this one
     with torch.cuda.stream(torch.cuda.Stream()):
         out, lse = cuflash.attention_forward(q * 1, k * 1, v * 1, causal=True)
         grads = cuflash.attention_backward(dout * 1, q * 1, k * 1, v * 1, out, lse, causal=True)

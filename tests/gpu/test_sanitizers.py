@@ -18,6 +18,7 @@ pytestmark = [
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 BACKWARD_BARRIER = "__syncthreads();  // every warp is done with the tiles"
+BACKWARD_MMA_BARRIER = "__syncthreads();       // for every thread"
 SIMT_BARRIER = "__syncthreads();  // every warp is done with K"
 MMA_BARRIER = "__syncthreads();                // for every thread"
 DIVERGENT = "if (threadIdx.x % 2) { __syncthreads(); } else { __syncthreads(); __nanosleep(1); } //"
@@ -31,6 +32,9 @@ FAULTS = [  # tool, file, text, replacement
     ("memcheck", "backward_simt.cu", "own.row(i) >= rows_live", "false"),
     ("racecheck", "backward_simt.cu", BACKWARD_BARRIER, ""),
     ("synccheck", "backward_simt.cu", BACKWARD_BARRIER, DIVERGENT),
+    ("memcheck", "backward_mma.cu", "if (row < rows_live && column < columns_live)", "if (true)"),
+    ("racecheck", "backward_mma.cu", BACKWARD_MMA_BARRIER, "//"),
+    ("synccheck", "backward_mma.cu", BACKWARD_MMA_BARRIER, DIVERGENT),
 ]
 
 
