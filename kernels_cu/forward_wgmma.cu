@@ -87,78 +87,80 @@ template <class Tile> __device__ __forceinline__ void prefetch_tile(const Tensor
 __device__ __forceinline__ i32 q_head(const Params& p, const RowTile& tile) { return p.q_head == 0 ? 0 : tile.head; }
 __device__ __forceinline__ i32 q_batch(const Params& p, const RowTile& tile) { return p.q_batch == 0 ? 0 : tile.batch; }
 
+struct RowsToCome {
+  RowTile rows;
+  KeyTiles keys;  // that the block needs for them
+  i32 kv_head;
+};
+
 __device__ __forceinline__ void produce(const WgmmaParams& a, const Shared& shared) {
   const Params& p = a.p;
   Ring<kStages> k_ring, v_ring;
   Ring<kQStages> q_ring;
   k_ring.parity = v_ring.parity = q_ring.parity = kEmptyAtFirst;
 
-  const auto load_k = [&](const RowTile& tile, i32 kv_head, i32 j) {
+  const auto rows_to_come = [&](u32 index) {
+    const RowTile rows = row_tile(a, static_cast<i32>(index));
+    return RowsToCome{rows, some_key_tiles(visibility(p, rows.batch, rows.head), rows.row0, kBr, 0), rows.head / p.group};
+  };
+  const auto load_k = [&](const RowsToCome& of, i32 j) {
     mbarrier_wait(shared.empty_k(k_ring.slot), k_ring.parity);
-    request_tile<KTile>(shared.k(k_ring.slot), a.k_map, shared.full_k(k_ring.slot), j * kBc, p.k_head == 0 ? 0 : kv_head,
-                        p.k_batch == 0 ? 0 : tile.batch, kReadOften);
+    request_tile<KTile>(shared.k(k_ring.slot), a.k_map, shared.full_k(k_ring.slot), j * kBc, p.k_head == 0 ? 0 : of.kv_head,
+                        p.k_batch == 0 ? 0 : of.rows.batch, kReadOften);
     k_ring.advance();
   };
-  const auto load_v = [&](const RowTile& tile, i32 kv_head, i32 j) {
+  const auto load_v = [&](const RowsToCome& of, i32 j) {
     mbarrier_wait(shared.empty_v(v_ring.slot), v_ring.parity);
-    request_tile<VTile>(shared.v(v_ring.slot), a.v_map, shared.full_v(v_ring.slot), j * kBc, p.v_head == 0 ? 0 : kv_head,
-                        p.v_batch == 0 ? 0 : tile.batch, kReadOften);
+    request_tile<VTile>(shared.v(v_ring.slot), a.v_map, shared.full_v(v_ring.slot), j * kBc, p.v_head == 0 ? 0 : of.kv_head,
+                        p.v_batch == 0 ? 0 : of.rows.batch, kReadOften);
     v_ring.advance();
   };
-  const auto load_q = [&](const RowTile& tile) {
-    const Visibility see = visibility(p, tile.batch, tile.head);
-    const KeyTiles of_block = some_key_tiles(see, tile.row0, kBr, 0);
+  const auto load_q = [&](const RowsToCome& of) {
+    const Visibility see = visibility(p, of.rows.batch, of.rows.head);
 #pragma unroll 1  // registers are few here
     for (i32 w = 0; w < kConsumers; ++w) {
-      const RowWork work = row_work(see, tile, of_block, w);
+      const RowWork work = row_work(see, of.rows, of.keys, w);
       mbarrier_wait(shared.empty_q(q_ring.slot, w), q_ring.parity);
       *shared.row_work(q_ring.slot, w) = work;
-      request_tile<QTile>(shared.q(q_ring.slot, w), a.q_map, shared.full_q(q_ring.slot, w), work.rows.row0, q_head(p, tile),
-                          q_batch(p, tile), kReadOnce);
+      request_tile<QTile>(shared.q(q_ring.slot, w), a.q_map, shared.full_q(q_ring.slot, w), work.rows.row0, q_head(p, of.rows),
+                          q_batch(p, of.rows), kReadOnce);
     }
     q_ring.advance();
   };
-  const auto prefetch_q = [&](const RowTile& tile) {
+  const auto prefetch_q = [&](const RowsToCome& of) {
 #pragma unroll
     for (i32 w = 0; w < kConsumers; ++w)
-      prefetch_tile<QTile>(a.q_map, tile.row0 + w * kWarpgroupRows, q_head(p, tile), q_batch(p, tile));
-  };
-  const u32 tiles_of_rows = a.tiles;
-  const auto is_due = [&](u32 index) { return index < tiles_of_rows; };
-  const auto row_tile_at = [&](u32 index) { return row_tile(a, static_cast<i32>(min(index, tiles_of_rows - 1))); };
-  const auto key_tiles_of = [&](const RowTile& tile) {
-    return some_key_tiles(visibility(p, tile.batch, tile.head), tile.row0, kBr, 0);
+      prefetch_tile<QTile>(a.q_map, of.rows.row0 + w * kWarpgroupRows, q_head(p, of.rows), q_batch(p, of.rows));
   };
 
-  // In the order of their use: K_j comes before V_j+1, and the first K of a tile of rows before the last V of the one before. Q is asked
-  // for a tile of rows ahead, as soon as all that the rows before still need has been; with one slot, it comes ahead as far as the L2
-  // cache. No more than that stands between two loads: the warpgroups wait for this thread.
-  u32 index = blockIdx.x;  // below tiles_of_rows
-  RowTile tile = row_tile_at(index);
-  KeyTiles tiles = key_tiles_of(tile);
-  i32 kv_head = tile.head / p.group;
-  if (kQStages > 1) load_q(tile);
-  load_k(tile, kv_head, tiles.end - 1);
+  // In the order of their use: K_j comes before V_j+1, and the first K of a tile of rows before the last V of the one before. Which rows
+  // come next is found out while tiles are under way that the warpgroups wait for, and Q is asked for then; with one slot, it comes ahead
+  // as far as the L2 cache. Nothing but that stands between two loads: the warpgroups wait for this thread.
+  const u32 tiles_of_rows = a.tiles;
+  RowsToCome now = rows_to_come(blockIdx.x), next = now;  // blockIdx.x is below tiles_of_rows
+  if (kQStages > 1) load_q(now);
+  load_k(now, now.keys.end - 1);
+  for (bool more = true; more; now = next) {
+    if (kQStages == 1) load_q(now);
+    const u32 index = gridDim.x + atomicInc(a.next_tile, tiles_of_rows - 1);  // back to 0 after as many times
+    const auto look_ahead = [&] {
+      more = index < tiles_of_rows;
+      if (!more) return;
+      next = rows_to_come(index);
+      if (kQStages > 1)
+        load_q(next);
+      else
+        prefetch_q(next);
+    };
+    if (now.keys.end - now.keys.first == 1) look_ahead();
 #pragma unroll 1
-  while (is_due(index)) {
-    if (kQStages == 1) load_q(tile);
-    index = gridDim.x + atomicInc(a.next_tile, tiles_of_rows - 1);  // back to 0 after as many times
-    if (kQStages == 1 && is_due(index)) prefetch_q(row_tile_at(index));
-#pragma unroll 1
-    for (i32 j = tiles.end - 1; j > tiles.first; --j) {
-      load_k(tile, kv_head, j - 1);
-      load_v(tile, kv_head, j);
-      if (kQStages > 1 && j == tiles.end - 1 && is_due(index)) load_q(row_tile_at(index));
+    for (i32 j = now.keys.end - 1; j > now.keys.first; --j) {
+      load_k(now, j - 1);
+      load_v(now, j);
+      if (j == now.keys.end - 1) look_ahead();
     }
-    if (kQStages > 1 && tiles.end - tiles.first == 1 && is_due(index)) load_q(row_tile_at(index));
-    const RowTile next = row_tile_at(index);
-    const KeyTiles next_tiles = key_tiles_of(next);
-    const i32 next_kv_head = next.head / p.group;
-    if (is_due(index)) load_k(next, next_kv_head, next_tiles.end - 1);
-    load_v(tile, kv_head, tiles.first);
-    tile = next;
-    tiles = next_tiles;
-    kv_head = next_kv_head;
+    if (more) load_k(next, next.keys.end - 1);
+    load_v(now, now.keys.first);
   }
   for (i32 w = 0; w < kConsumers; ++w) {  // no more rows
     mbarrier_wait(shared.empty_q(q_ring.slot, w), q_ring.parity);

@@ -173,7 +173,7 @@ MUTANTS = [
         "if (false) clear_v_beyond",
         ("lengths",),
     ),
-    Mutant("head-of-the-group", KERNEL, "= next.head / p.group;", "= next.head % p.group;", ("plain",)),
+    Mutant("head-of-the-group", KERNEL, "rows.head / p.group}", "rows.head % p.group}", ("plain",)),
     # ---- softmax and what is stored ----
     Mutant(
         "l-not-rescaled", SOFTMAX, "m[r] = to[r];\n        l[r] *= factor[r];\n", "m[r] = to[r];\n", ("rising-by-care",)
