@@ -14,6 +14,7 @@ import numpy as np
 
 import cuflash
 from cuflash import backward_launch, launch, reference
+from cuflash.arrays import DTYPE_OF
 from cuflash.device import KNOWN_DEVICES
 from cuflash.problem import ITEM_BYTES
 from cuflash.tuning import worker
@@ -55,7 +56,7 @@ class HostGpu(worker.Gpu):
         return 100, 0
 
     def largest_difference(self, call, name):
-        item = worker.DTYPE_OF[call.workload.dtype]
+        item = DTYPE_OF[call.workload.dtype]
         address, size = call.output(name)
         got, want = (self.download(p, size, item).astype(float) for p in (address, self._reference[name].ptr))
         return float(np.linalg.norm(got - want) / np.linalg.norm(want))

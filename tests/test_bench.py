@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from cuflash import bench, cli, machine, peers, timing
+from cuflash import bench, cli, machine, peers, samples, timing
 from cuflash.bench import PRESETS, Ceiling, Comparison, Device, Measured, Report, Settings
 from cuflash.peers import Arrays, Case, Numbers, Peer, Runner, Unserved
 
@@ -198,11 +198,7 @@ def case_with(feature):
 def error_of(make, case):
     arrays = arrays_of(case)
     runner = make(case, arrays)
-    if case.backward:
-        judge, largest = bench.GradientSamples(case, arrays.host, arrays.put), bench.LARGEST_GRADIENT_ERROR
-    else:
-        judge, largest = bench.Samples(case, arrays.host), bench.LARGEST_ERROR
-    return judge.error(runner.run(), runner.layout) / largest[case.dtype]
+    return samples.judge_of(case, arrays).error(runner.run(), runner.layout) / samples.largest_error(case)
 
 
 def gradients_of(feature):
@@ -218,7 +214,7 @@ def test_cuflash_computes_the_case(feature):
 def test_pytorch_computes_the_case(feature, monkeypatch):
     pytest.importorskip("torch")
     monkeypatch.setattr(peers, "require_memory", lambda size: None)
-    assert error_of(lambda case, arrays: peers.make_sdpa("MATH", case, arrays), case_with(feature)) < bench.PEERS_MAY
+    assert error_of(lambda case, arrays: peers.make_sdpa("MATH", case, arrays), case_with(feature)) < samples.PEERS_MAY
 
 
 @pytest.mark.parametrize("feature", ["full", "causal", "window", "causal window", "softcap", "ALiBi"])
@@ -234,14 +230,14 @@ def test_functions_for_flex_attention_mean_the_case(feature):
         s = modified(q @ k.transpose(-1, -2) / case.d**0.5, b, h, i, j)
         return Runner(lambda: torch.where(sees(b, h, i, j), s, -torch.inf).softmax(-1) @ v, "bhnd")
 
-    assert error_of(by_the_formula, case) < bench.PEERS_MAY
+    assert error_of(by_the_formula, case) < samples.PEERS_MAY
 
 
 @pytest.mark.parametrize("feature", ["full", "causal", "window", "causal window", "bhnd"])
 def test_jax_computes_the_case(feature, monkeypatch):
     pytest.importorskip("jax")
     monkeypatch.setattr(peers, "require_memory", lambda size: None)
-    assert error_of(peers.make_jax, case_with(feature)) < bench.PEERS_MAY
+    assert error_of(peers.make_jax, case_with(feature)) < samples.PEERS_MAY
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -254,13 +250,13 @@ def test_pytorch_computes_the_gradients_of_the_case(feature, monkeypatch):
     pytest.importorskip("torch")
     monkeypatch.setattr(peers, "require_memory", lambda size: None)
     case = gradients_of(feature)
-    assert error_of(lambda case, arrays: peers.make_sdpa("MATH", case, arrays), case) < bench.PEERS_MAY
+    assert error_of(lambda case, arrays: peers.make_sdpa("MATH", case, arrays), case) < samples.PEERS_MAY
 
 
 def test_jax_computes_the_gradients_of_the_case(monkeypatch):
     pytest.importorskip("jax")
     monkeypatch.setattr(peers, "require_memory", lambda size: None)
-    assert error_of(peers.make_jax, gradients_of("causal window")) < bench.PEERS_MAY
+    assert error_of(peers.make_jax, gradients_of("causal window")) < samples.PEERS_MAY
 
 
 @pytest.mark.parametrize("which", range(3), ids=["dq", "dk", "dv"])
@@ -277,9 +273,9 @@ def test_peer_with_a_wrong_gradient_is_not_timed(which, change):
 def test_rows_of_a_long_sequence_are_summed_bit_by_bit(monkeypatch):
     case = gradients_of("causal")
     arrays = arrays_of(case)
-    whole = bench.GradientSamples(case, arrays.host, arrays.put).gold
-    monkeypatch.setattr(bench, "ROWS_AT_ONCE", 40)
-    parts = bench.GradientSamples(case, arrays.host, arrays.put).gold
+    whole = samples.judge_of(case, arrays).gold
+    monkeypatch.setattr(samples, "ROWS_AT_ONCE", 40)
+    parts = samples.judge_of(case, arrays).gold
     assert all(np.allclose(x, y, rtol=1e-12, atol=1e-14) for x, y in zip(whole, parts, strict=True))
 
 
@@ -330,7 +326,7 @@ def test_gradients_of_a_package_are_those_of_its_function(monkeypatch):
 
     module.flash_attn_func = flash_attn_func
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
-    assert error_of(peers.make_fa3, gradients_of("causal")) < bench.PEERS_MAY
+    assert error_of(peers.make_fa3, gradients_of("causal")) < samples.PEERS_MAY
 
 
 def test_package_of_the_forward_pass_alone_is_not_asked_for_gradients(monkeypatch):
@@ -451,7 +447,7 @@ def test_json_holds_every_figure(tmp_path):
     assert first["case"] == dataclasses.asdict(SMALL.cases()[0])
     assert first["plan"].startswith("numpy NumpyConfig(")
     assert first["results"]["echo"].items() >= {"ms": [4.0, 4.0, 4.0], "median_ms": 4.0, "ratio": 4.0}.items()
-    assert 0 < first["results"]["cuflash"]["error"] < bench.LARGEST_ERROR["float32"]
+    assert 0 < first["results"]["cuflash"]["error"] < samples.LARGEST_ERROR["float32"]
     assert found["geometric_means"]["echo"]["cases"] == 2
     assert [path.name for path in tmp_path.iterdir()] == ["o.json"]
 

@@ -27,6 +27,7 @@ LAYERS = [
     {"__init__"},
     {"machine", "timing", "torch"},
     {"demo", "peers", "cache"},
+    {"samples"},
     {"bench"},
     {"cli"},
     {"__main__"},

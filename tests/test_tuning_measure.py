@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cuflash.arrays import DTYPE_OF
 from cuflash.device import known_device
-from cuflash.tuning import worker
+from cuflash.tuning import checks, worker
 from cuflash.tuning.measure import GpuBackend, MeasureError
 from cuflash.tuning.processes import Died, Machine, Worker
 from cuflash.tuning.space import Space
@@ -233,12 +234,19 @@ def test_lengths_of_the_checked_call_are_no_multiple_of_a_tile():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "bool", "int32"])
 def test_random_arrays_are_of_the_dtype_and_not_constant(dtype):
-    array = worker.host_array(dtype, 1000, np.random.default_rng(0), 333)
-    assert array.dtype == np.dtype(worker.DTYPE_OF.get(dtype, dtype))
+    array = checks.host_array(dtype, 1000, np.random.default_rng(0), 333)
+    assert array.dtype == np.dtype(DTYPE_OF.get(dtype, dtype))
     assert len(np.unique(array.astype(float))) > 1
     if dtype == "int32":
         assert array.min() >= 166
         assert array.max() <= 333
+
+
+def test_a_block_of_few_elements_has_more_slack():
+    eps = 2.0**-7
+    assert list(checks.slack(67, 16, "bfloat16") / eps) == [1 / 16, 1 / 16, 1.0]
+    assert list(checks.slack(1, 128, "bfloat16") / eps) == [1 / 16]
+    assert list(checks.slack(33, 16, "float32") * 2**23) == [8.0, 8.0]
 
 
 def test_compare_kernel_compiles():
@@ -248,6 +256,23 @@ def test_compare_kernel_compiles():
     nvrtc.compileProgram(program, ("-arch=sm_90",))
     assert nvrtc.getCUBIN(program)
     nvrtc.destroyProgram(program)
+
+
+ECHO = (
+    "import json, sys\n"
+    "for line in sys.stdin:\n"
+    "    for what in ({'at': 0}, {'at': 1}, {'done': 1}):\n"
+    "        print(json.dumps({**json.loads(line), **what}), flush=True)\n"
+)
+
+
+def test_the_rest_of_an_answer_that_was_interrupted_is_not_taken_for_that_of_the_next_request():
+    child = Worker({}, command=(sys.executable, "-c", ECHO))
+    answer = child.ask({"number": 1}, 10.0)
+    assert next(answer)["number"] == 1
+    answer.close()  # as by Ctrl-C
+    assert [message["number"] for message in child.ask({"number": 2}, 10.0)] == [2, 2, 2]
+    child.close()
 
 
 def test_silence_is_measured_from_the_last_message():

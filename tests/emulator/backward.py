@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cuflash.arrays import DTYPE_OF, describe, is_strided
-from cuflash.backward_config import BackwardConfig, BackwardSimtConfig, BackwardWgmmaConfig
+from cuflash.backward_config import BackwardConfig, BackwardWgmmaConfig
 from cuflash.backward_launch import ADDRESSES, make_parts, scratch, workspace
 from cuflash.backward_problem import BackwardProblem, read_backward_problem
 from cuflash.device import known_device
@@ -74,9 +75,9 @@ def gradients(
                     texts,
                     stage.entry,
                     entries=entries,
-                    optimized=isinstance(config, BackwardSimtConfig),
+                    optimized=not is_wgmma,
                 )
-                with emulated_maps(kernel):
+                with emulated_maps(kernel) if is_wgmma else contextlib.nullcontext():
                     params = part.block(addresses, offsets, sizes)
                 launch(
                     kernel,
