@@ -137,10 +137,10 @@ __device__ __forceinline__ void produce(const WgmmaParams& a, const Shared& shar
   // come next is found out while tiles are under way that the warpgroups wait for, and Q is asked for then; with one slot, it comes ahead
   // as far as the L2 cache. Nothing but that stands between two loads: the warpgroups wait for this thread.
   const u32 tiles_of_rows = a.tiles;
-  RowsToCome now = rows_to_come(blockIdx.x), next = now;  // blockIdx.x is below tiles_of_rows
+  RowsToCome now = rows_to_come(blockIdx.x), next;  // blockIdx.x is below tiles_of_rows
   if (kQStages > 1) load_q(now);
   load_k(now, now.keys.end - 1);
-  for (bool more = true; more; now = next) {
+  for (bool more = true;; now = next) {
     if (kQStages == 1) load_q(now);
     const u32 index = gridDim.x + atomicInc(a.next_tile, tiles_of_rows - 1);  // back to 0 after as many times
     const auto look_ahead = [&] {
@@ -161,6 +161,7 @@ __device__ __forceinline__ void produce(const WgmmaParams& a, const Shared& shar
     }
     if (more) load_k(next, next.keys.end - 1);
     load_v(now, now.keys.first);
+    if (!more) break;
   }
   for (i32 w = 0; w < kConsumers; ++w) {  // no more rows
     mbarrier_wait(shared.empty_q(q_ring.slot, w), q_ring.parity);
