@@ -60,10 +60,13 @@ def timed(d: int, n: int, causal: bool, dtype: str = "bfloat16", group: int = 1)
 
 
 TIMED = [
-    *(timed(d, n, causal) for n in (4096, 1024, 16384) for d in (128, 64) for causal in (False, True)),
+    *(timed(d, n, causal) for n in (4096, 1024, 16384) for d in (128, 64, 256) for causal in (False, True)),
     *(timed(128, 4096, causal, group=8) for causal in (False, True)),
     *(timed(128, 4096, causal, "float16") for causal in (False, True)),
     *(timed(128, n, causal) for n in (4000, 4100) for causal in (False, True)),
+    *(
+        Case(128, (32768, 32768), causal, heads=(4, 4), batch=1) for causal in (False, True)
+    ),  # more tiles of keys than blocks
 ]
 SMALL = [
     Case(d, n, causal, dtype, heads, batch)
@@ -79,11 +82,15 @@ SMALL = [
         (1, (1, 1), (300, 18000)),
     )
     for dtype in CAPS
-    for d in (128, 64, 80)
+    for d in (128, 64, 80, 256, 192)
     for causal in (False, True)
 ]
 SMALL += [Case(128, (700, 900), False, "bfloat16", (4, 2), 2, window=100)]
-TILES = {64: (BackwardWgmmaConfig(128, k_stages=2), BackwardWgmmaConfig(64)), 128: (BackwardWgmmaConfig(64),)}
+TILES = {
+    64: (BackwardWgmmaConfig(128, k_stages=2), BackwardWgmmaConfig(64)),
+    128: (BackwardWgmmaConfig(64), BackwardWgmmaConfig(64, 64, k_stages=2)),
+    256: (BackwardWgmmaConfig(64, 64),),
+}
 CANDIDATES = {
     64: (
         BackwardWgmmaConfig(128, k_stages=2),
@@ -95,12 +102,13 @@ CANDIDATES = {
         BackwardWgmmaConfig(64, dq_stages=3),
         BackwardWgmmaConfig(64, waves=2),
     ),
+    256: (BackwardWgmmaConfig(64, 64), BackwardWgmmaConfig(64, 64, waves=2)),
 }
 
 
 def show(config: BackwardWgmmaConfig) -> str:
     """A configuration in a few characters."""
-    return f"{config.b_r}x128 k{config.k_stages} dq{config.dq_stages} waves{config.waves}"
+    return f"{config.b_r}x{config.b_c} k{config.k_stages} dq{config.dq_stages} waves{config.waves}"
 
 
 def make_inputs(case: Case) -> tuple[Any, ...]:
@@ -192,7 +200,7 @@ def check_small() -> int:
     """Small problems; how many are wrong."""
 
     def configs(case: Case) -> list[BackwardWgmmaConfig]:
-        return list(TILES[64 if case.d <= 64 else 128])
+        return list(TILES[next(d for d in TILES if case.d <= d)])
 
     refusals, failed, count = prepare(SMALL, configs), 0, 0
     for case in SMALL:

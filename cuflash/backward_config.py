@@ -332,7 +332,7 @@ class BackwardWgmmaConfig:
         halves = 2 if spec.softcap else 1  # P or dS, and slopes, two in a register
         features = 24 if spec.mask or spec.bias else 0
         if self.splits_products:
-            return max(spec.d, spec.d_v) // 2 + self.b_r // 2 + self.b_r // 4
+            return max(spec.d, spec.d_v) // 2 + self.b_r // 2 + self.b_r // 4 + features
         return (spec.d + spec.d_v) // 2 + self.b_r // 2 + halves * self.b_r // 4 + features
 
     def why_illegal(self, spec: Spec, device: DeviceInfo) -> str | None:

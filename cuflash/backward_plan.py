@@ -186,8 +186,7 @@ def why_no_backward_maps(problem: BackwardProblem) -> str | None:
     return why_no_map("dout", problem.spec.dtype, problem.forward.n_q, strides)
 
 
-# The family is about twice as fast as mma. In the emulator dK of one of 195 problems is 1.2 times what the rule of
-# exactness allows, and its GPU tests have not all passed: until both are mended, it is not the default.
+# The family is about twice as fast as mma. Until its GPU tests have passed, it is not the default.
 BY_REQUEST = "it is not yet the default; config=BackwardWgmmaConfig(...) asks for it"
 
 

@@ -6,11 +6,13 @@
 // FlashAttention, Algorithm 4, with S and dP transposed as in FlashAttention-3: P^T and dS^T leave their products as the next ones take
 // them, in registers. A block owns a tile of B_c keys and walks over the tiles of B_r query rows that see them, for all query heads that
 // share them. One thread of the first warpgroup asks TMA for tiles; each of the last ones, the consumers, owns 64 keys and sums up their
-// dK and dV; between them, one takes dS^T from all consumers and multiplies it with K. These parts of dQ leave for sums in device memory,
-// in an order that the last of the warps of the first warpgroup keeps (wgmma_backward_order.cuh); at the end they become dQ.
+// dK and dV, or, where registers have no room for that, both own the same keys (wgmma_backward_split.cuh); between them, one takes dS^T
+// from all consumers and multiplies it with K. These parts of dQ leave for sums in device memory, in an order that the last of the warps of
+// the first warpgroup keeps (wgmma_backward_order.cuh); at the end they become dQ.
 //
 // Of a step's five products a consumer has two under way while it computes: dP^T and dV while it makes dS^T, dK and the S^T of the next
-// rows while it makes their P^T.
+// rows while it makes their P^T. While dV is under way, its operand P^T is read for dS^T: PTX leaves that undefined as much as a write, but
+// the assembler, which complains of instructions that define such registers, takes reads, and the multiplier does nothing but read them.
 #include "ptx.cuh"
 #include "variant.cuh"
 #include "wgmma.cuh"
@@ -31,22 +33,22 @@ struct BackwardWgmmaParams {
   i32* turns;        // for each tile of rows of a head, how many tiles of keys have added to its dQ
   u32* next_ticket;
   float* row_sizes;  // |dO| of every row, (batch, head, row), for float16
-  i32 tiles;         // of keys, over all heads and batch entries
-  i32 section;       // heads of k and v that are worked on together
+  i32 tickets;
+  i32 section;  // heads of k and v that are worked on together, of each direction (wgmma_backward_order.cuh)
 };
+constexpr i32 kNoTicket = -1;
 
 #include "wgmma_backward_order.cuh"
 #include "wgmma_backward_shared.cuh"
 #include "wgmma_backward_units.cuh"
 #include "wgmma_backward_weights.cuh"
+#include "wgmma_backward_consumer.cuh"
+#include "wgmma_backward_split.cuh"
 
 // ---- constants ----
 constexpr u64 kReadOnce = 0x12f0000000000000, kReadOften = 0x14f0000000000000;  // L2 policies: evict first, evict last
-constexpr i32 kMeetBarrier = 1;                       // the first named barrier; one for each consumer, and one for dQ
 constexpr i32 kStoringThread = kWarpgroup - 32;       // of the first warpgroup
-constexpr i32 kFirstConsumer = 2;                     // warpgroup
-constexpr u32 kConsumerWarps = 4 * kConsumers, kDqWarps = 4;
-constexpr i32 kNoTicket = -1;
+constexpr u32 kWarps = 4, kConsumerWarps = kWarps * kConsumers;  // of a warpgroup, and of the consumers
 
 static_assert(kThreads == kWarpgroup * (kConsumers + kFirstConsumer), "one warpgroup copies, one multiplies dS and K");
 static_assert(kBr % kStatisticsRows == 0, "the statistics of a tile of rows are written by whole blocks");
@@ -69,16 +71,14 @@ __device__ __forceinline__ void produce(const BackwardWgmmaParams& a, const Shar
   u32 ks = 0, steps = 0;  // tiles of K, and of V, and steps that have been asked for
 #pragma unroll 1
   for (;; ++ks) {
-    const u32 drawn = atomicInc(a.next_ticket, ~0u);
-    const i32 k_slot = slot_of<kKStages>(ks);
+    const i32 ticket = draw(a), k_slot = slot_of<kKStages>(ks);
     mbarrier_wait(shared.empty_k(k_slot), parity_of<kKStages>(ks) ^ kEmptyAtFirst);
-    const bool is_last = drawn >= static_cast<u32>(a.tiles);
-    shared.ticket(k_slot) = is_last ? kNoTicket : static_cast<i32>(drawn);
-    if (is_last) {
+    shared.ticket(k_slot) = ticket;
+    if (ticket == kNoTicket) {
       mbarrier_arrive(shared.full_k(k_slot));
       return;
     }
-    const KeyTile tile = key_tile(a, static_cast<i32>(drawn));
+    const KeyTile tile = key_tile(a, ticket);
     mbarrier_arrive_expect_tx(shared.full_k(k_slot), KTile::kBytes);
     request_tile<KTile>(shared.k(k_slot), a.k_map, shared.full_k(k_slot), tile.number * kBc, p.k_head == 0 ? 0 : tile.kv_head,
                         p.k_batch == 0 ? 0 : tile.batch, kReadOnce);
@@ -106,8 +106,8 @@ __device__ __forceinline__ void produce(const BackwardWgmmaParams& a, const Shar
     request_v();
 #pragma unroll 1
     for (;;) {
-      const i32 slot = slot_of<kSlots>(steps), head = walk.head(p, tile);
-      mbarrier_wait(shared.empty_dout(slot), parity_of<kSlots>(steps) ^ kEmptyAtFirst);
+      const i32 slot = slot_of<kDoutSlots>(steps), head = walk.head(p, tile);
+      mbarrier_wait(shared.empty_dout(slot), parity_of<kDoutSlots>(steps) ^ kEmptyAtFirst);
       mbarrier_arrive_expect_tx(shared.full_dout(slot), DoutTile::kBytes + Shared::kStatisticsBytes);
       request_tile<DoutTile>(shared.dout(slot), a.dout_map, shared.full_dout(slot), walk.row_tile * kBr, p.dout_head == 0 ? 0 : head,
                              p.dout_batch == 0 ? 0 : tile.batch, kReadOften);
@@ -174,11 +174,8 @@ __device__ __forceinline__ void add_in_turn(const BackwardWgmmaParams& a, const 
 }
 
 // ---- the warpgroup that multiplies dS and K ----
-// What stands beside a tile of K, by the lane that will release its slot
-__device__ __forceinline__ i32 read(const i32& of_tile, i32 lane) { return __shfl_sync(0xffffffff, lane == 0 ? of_tile : 0, 0); }
-
 __device__ __forceinline__ void multiply_ds_k(const BackwardWgmmaParams& a, const Shared& shared) {
-  constexpr i32 kWarpBytes = kDqPieceBytes / kDqWarps;
+  constexpr i32 kWarpBytes = kDqPieceBytes / kWarps;
   const i32 warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   u32 ks = 0, steps = 0, pieces = 0;  // that are over
 #pragma unroll 1
@@ -206,7 +203,7 @@ __device__ __forceinline__ void multiply_ds_k(const BackwardWgmmaParams& a, cons
     for (; left > 0; --left, ++steps) {
       const i32 slot = slot_of<kSlots>(steps);
       mbarrier_wait(shared.full_ds(slot), parity_of<kSlots>(steps));
-#pragma unroll
+#pragma unroll(kSplit ? 1 : kDqPieces)  // of many pieces, one code: there are few registers here
       for (i32 piece = 0; piece < kDqPieces; ++piece, ++pieces) {
         const i32 rows = piece / kDqPanels, panel = piece % kDqPanels;
         float dq[kDqRegisters];
@@ -237,11 +234,7 @@ __device__ __forceinline__ void multiply_ds_k(const BackwardWgmmaParams& a, cons
 }
 
 // ---- a consumer warpgroup ----
-struct Consumer {
-  const BackwardWgmmaParams& a;
-  const Shared& shared;
-  const i32 number;
-
+struct Consumer : KeyOwner {
   Ring<kKStages> k_ring;
   u32 steps = 0;  // that are over, of all tiles
 
@@ -251,47 +244,16 @@ struct Consumer {
   Slopes slopes;
 
   __device__ __forceinline__ Consumer(const BackwardWgmmaParams& a, const Shared& shared, i32 number)
-      : a(a), shared(shared), number(number) {}
-
-  static __device__ __forceinline__ u32 lane() { return thread_index_again() % 32; }
-  // The first key, in the consumer's 64, of those that the thread holds
-  static __device__ __forceinline__ i32 own_key() {
-    const u32 thread = thread_index_again();
-    return thread / 32 % 4 * 16 + thread % 32 / 4;
-  }
-  __device__ __forceinline__ void arrive(u32 barrier) const { mbarrier_arrive_if(barrier, lane() == 0); }
-
-  // Rows of a tile beyond a length may be anything; 0 times them must be 0.
-  template <class Tile> __device__ __forceinline__ void clear_rows(u32 tile, i32 first, i32 end) const {
-    constexpr i32 kChunks = Tile::kPanels * kSwizzleRows;
-    if (first >= end) return;
-    for (i32 i = threadIdx.x % kWarpgroup + first * kChunks; i < end * kChunks; i += kWarpgroup)
-      shared.at<Vector<u32, 4>>(tile + Tile::offset(i / kChunks, i % kChunks)) = {};
-    fence_proxy_async();
-    bar_sync(kMeetBarrier + number, kWarpgroup);
-  }
-  template <class Tile> __device__ __forceinline__ void clear_query_rows(u32 of_rows, const KeyTile& of, i32 row_tile) const {
-    if (kQLengths) clear_rows<Tile>(of_rows, visibility(a.p, of.batch, 0).query_length - row_tile * kBr, kBr);
-  }
-  template <class Tile> __device__ __forceinline__ void clear_keys(u32 of_keys, const KeyTile& of) const {
-    const i32 first = number * kKeysOfConsumer;
-    if (kKvLengths) clear_rows<Tile>(of_keys, max(visibility(a.p, of.batch, 0).key_length - of.number * kBc, first), first + kKeysOfConsumer);
-  }
+      : KeyOwner{a, shared, number} {}
 
   __device__ __forceinline__ void issue_s(i32 slot) {
     wgmma_fence();
     issue_keys_by_rows<kD>(s, shared.k(k_ring.slot) + number * kKeysOfConsumer * kPanelRowBytes, shared.q(slot));
   }
-  // Whether all rows of a tile see all keys of the consumer
-  __device__ __forceinline__ bool is_whole(const KeyTile& of, i32 row_tile) const {
-    const i32 first_key = of.number * kBc + number * kKeysOfConsumer, end_key = first_key + kKeysOfConsumer;
-    const i32 first_row = row_tile * kBr, end_row = first_row + kBr;
-    const Visibility see = visibility(a.p, of.batch, 0);
-    return !kMask && end_row <= see.query_length && end_key <= see.end_key(first_row) && first_key >= see.first_key(end_row - 1);
-  }
   template <bool kMasked> __device__ __forceinline__ void weigh_scores(const float* lse, const KeyTile& of, const Walk& walk) {
-    const i32 key = of.number * kBc + number * kKeysOfConsumer + own_key(), head = walk.head(a.p, of);
-    weigh<kMasked>(s, slopes, lse, scores(a.p, of.batch, head), visibility(a.p, of.batch, head), key, walk.row_tile * kBr + 2 * (lane() % 4));
+    const i32 key = first_key(of) + own_key(), head = walk.head(a.p, of);
+    const auto keep = [&](i32 i, float first, float second) { slopes.keep(i, first, second); };
+    weigh<kMasked>(s, lse, scores(a.p, of.batch, head), visibility(a.p, of.batch, head), key, walk.row_tile * kBr + 2 * (lane() % 4), keep);
   }
   __device__ __forceinline__ void weigh_scores(i32 slot, const KeyTile& of, const Walk& walk) {
     const float* const lse = &shared.at<float>(shared.lse(slot)) + 4 * (lane() % 4);
@@ -325,11 +287,7 @@ struct Consumer {
     pack(ds, dp);
 
     mbarrier_wait(shared.empty_ds(slot), parity_of<kSlots>(steps) ^ kEmptyAtFirst);
-    const u32 thread = thread_index_again(), row = number * kKeysOfConsumer + thread / 32 % 4 * 16 + thread % 16;
-    const u32 to = shared.ds(slot) + row * kPanelRowBytes + (thread / 16 % 2 ^ row % kSwizzleRows) * kChunkBytes;
-#pragma unroll
-    for (i32 i = 0; i < kBr / kStep; ++i)  // from step to step two chunks on, in a place that is swizzled: an exclusive or
-      stmatrix_x4((to ^ 2 * (i % kStepsPerPanel) * kChunkBytes) + i / kStepsPerPanel * DsTile::kPanelBytes, ds + 4 * i);
+    store_ds(shared.ds(slot), ds);
     fence_proxy_async();
     __syncwarp();
     arrive(shared.full_ds(slot));
@@ -356,14 +314,10 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void store(float per_unit) const {
-    const Params& p = a.p;
     const KeyTile of = key_tile(a, read(shared.ticket(k_ring.slot), lane()));  // once more, so that it need not be kept
-    const i32 key = of.number * kBc + number * kKeysOfConsumer + own_key();
-    const float scale = static_cast<float>(p.gradient_scale) * per_unit;  // which is a power of two
-    Element* const to_dv = p.dv + of.batch * p.dv_batch + of.kv_head * p.dv_head + key * p.dv_row;
-    Element* const to_dk = p.dk + of.batch * p.dk_batch + of.kv_head * p.dk_head + key * p.dk_row;
-    store_accumulator<kDv>(to_dv, p.dv_row, p.n_k - key, p.d_v, dv, lane(), [&](i32, float x) { return kHalf ? x * (1 / kWeightUnit) : x; });
-    store_accumulator<kD>(to_dk, p.dk_row, p.n_k - key, p.d, dk, lane(), [&](i32, float x) { return x * scale; });
+    const i32 key = first_key(of) + own_key();
+    store_dv(of, key, dv);
+    store_dk(of, key, dk, per_unit);
   }
 
   __device__ __forceinline__ void run() {
@@ -439,20 +393,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_wgmma_keys(co
     for (i32 slot = 0; slot < kKStages; ++slot) {
       mbarrier_init(shared.full_k(slot), 1);
       mbarrier_init(shared.full_unit(slot), 1);
-      mbarrier_init(shared.empty_k(slot), kConsumerWarps + kDqWarps + 1);
+      mbarrier_init(shared.empty_k(slot), kConsumerWarps + kWarps + 1);
     }
     mbarrier_init(shared.full_v(), 1);
-    mbarrier_init(shared.empty_v(), kConsumerWarps);
+    mbarrier_init(shared.empty_v(), kWriterWarps);
     for (i32 slot = 0; slot < kSlots; ++slot) {
       mbarrier_init(shared.full_q(slot), 1);
       mbarrier_init(shared.empty_q(slot), kConsumerWarps);
       mbarrier_init(shared.full_dout(slot), 1);
       mbarrier_init(shared.empty_dout(slot), kConsumerWarps);
-      mbarrier_init(shared.full_ds(slot), kConsumerWarps);
-      mbarrier_init(shared.empty_ds(slot), kDqWarps);
+      mbarrier_init(shared.full_ds(slot), kWriterWarps);
+      mbarrier_init(shared.empty_ds(slot), kWarps);
     }
+    mbarrier_init(shared.full_p(), kWarps);
+    mbarrier_init(shared.empty_p(), kWarps);
+    mbarrier_init(shared.clean_dout(), kWarps);
     for (i32 slot = 0; slot < kDqStages; ++slot) {
-      mbarrier_init(shared.full_dq(slot), kDqWarps);
+      mbarrier_init(shared.full_dq(slot), kWarps);
       mbarrier_init(shared.empty_dq(slot), 1);
     }
     fence_mbarrier_init();
@@ -468,7 +425,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_wgmma_keys(co
     multiply_ds_k(a, shared);
   } else {
     setmaxnreg_inc<kConsumerRegisters>();
-    Consumer(a, shared, warpgroup - kFirstConsumer).run();
+    if constexpr (!kSplit)
+      Consumer(a, shared, warpgroup - kFirstConsumer).run();
+    else if (warpgroup == kFirstConsumer)
+      Weigher(a, shared).run();
+    else
+      Differentiator(a, shared).run();
   }
 }
 
@@ -476,7 +438,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_wgmma_keys(co
 extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_wgmma_rows(const __grid_constant__ BackwardWgmmaParams a) {
   const Params& p = a.p;
   const i32 lane = threadIdx.x % 32;
-  const i64 part = blockIdx.x * static_cast<i64>(kThreads / 32) + threadIdx.x / 32, piece = part / kDqWarps, index = piece / kDqPieces;
+  const i64 part = blockIdx.x * static_cast<i64>(kThreads / 32) + threadIdx.x / 32, piece = part / kWarps, index = piece / kDqPieces;
   if (index >= static_cast<i64>(p.batch) * p.heads * p.row_tiles) return;
   const i32 row_tile = static_cast<i32>(index % p.row_tiles), head = static_cast<i32>(index / p.row_tiles) % p.heads;
   const i32 batch = static_cast<i32>(index / p.row_tiles / p.heads);
@@ -491,7 +453,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_wgmma_rows(co
     for (i32 e = 0; e < 4; ++e) dq[i + e] = x.x[e];
   }
   const i32 in_tile = static_cast<i32>(piece % kDqPieces), column = in_tile % kDqPanels * kPanelColumns;
-  const i32 row = row_tile * kBr + in_tile / kDqPanels * kWarpgroupRows + static_cast<i32>(part % kDqWarps) * 16 + lane / 4;
+  const i32 row = row_tile * kBr + in_tile / kDqPanels * kWarpgroupRows + static_cast<i32>(part % kWarps) * 16 + lane / 4;
   const float scale = static_cast<float>(p.gradient_scale);
   Element* const to = p.dq + batch * p.dq_batch + head * p.dq_head + row * p.dq_row + column;
   store_accumulator<kDqColumns>(to, p.dq_row, p.n_q - row, p.d - column, dq, lane, [&](i32, float x) { return x * scale; });

@@ -7,24 +7,41 @@
 // Hardly any block does wait. Tiles of keys are walked upwards through their rows with tickets falling along the keys, or downwards with
 // tickets rising. Under a causal mask blocks that walk upwards start at their diagonals, two tiles of rows apart, and end one after the
 // other, the first with the fewest rows; so those that walk down after them, of other heads, start one after the other, the first with
-// the most rows. Where all tiles of a head see the same rows, blocks stay behind each other by what they waited at the start. And since
-// blocks follow each other so closely through the rows of a head, what one has read another finds in the L2 cache.
+// the most rows. Which way a head is walked depends on its number among the heads of its batch entry alone, and so do its bits. Where all
+// tiles of a head see the same rows, blocks stay behind each other by what they waited at the start. And since blocks follow each other so
+// closely through the rows of a head, what one has read another finds in the L2 cache.
 #pragma once
 
 constexpr bool kTurnsAround = kLeft != kRight;  // tiles of keys differ in how many rows see them
+constexpr i32 kDirections = kTurnsAround ? 2 : 1;
 
 struct KeyTile {
   i32 number, kv_head, batch;
   bool downwards;
 };
 
+// A section has so many heads of each direction, all of one before those of the other: the heads 2i and 2i + 1 of a batch entry for each of
+// its columns. The last column of an odd number of heads lacks the second: its tickets are void.
 __device__ __forceinline__ KeyTile key_tile(const BackwardWgmmaParams& a, i32 ticket) {
-  const i32 key_tiles = a.p.key_tiles, kv_heads = a.p.heads / a.p.group, heads = a.tiles / key_tiles;
-  const i32 section = ticket / (a.section * key_tiles), in_section = ticket - section * (a.section * key_tiles);
-  const i32 width = min(a.section, heads - section * a.section);
-  const i32 rank = in_section / width, head = section * a.section + in_section - rank * width;
-  const bool downwards = kTurnsAround && (section % 2 != 0) != kLeft;
-  return {downwards ? rank : key_tiles - 1 - rank, head % kv_heads, head / kv_heads, downwards};
+  const i32 key_tiles = a.p.key_tiles, columns = (a.p.heads / a.p.group + kDirections - 1) / kDirections;  // of a batch entry
+  const i32 of_column = kDirections * key_tiles, all = a.tickets / of_column;
+  const i32 section = ticket / (a.section * of_column), width = min(a.section, all - section * a.section);
+  const i32 in_section = ticket - section * (a.section * of_column);
+  const i32 second = kTurnsAround && in_section >= width * key_tiles;
+  const i32 in_half = in_section - second * (width * key_tiles), rank = in_half / width;
+  const i32 column = section * a.section + in_half - rank * width, batch = column / columns;
+  const bool downwards = kTurnsAround && (second != 0) != kLeft;
+  return {downwards ? rank : key_tiles - 1 - rank, (column - batch * columns) * kDirections + second, batch, downwards};
+}
+
+// The next ticket that is not void
+__device__ __forceinline__ i32 draw(const BackwardWgmmaParams& a) {
+#pragma unroll 1
+  for (;;) {
+    const u32 ticket = atomicInc(a.next_ticket, ~0u);
+    if (ticket >= static_cast<u32>(a.tickets)) return kNoTicket;
+    if (!kTurnsAround || key_tile(a, static_cast<i32>(ticket)).kv_head < a.p.heads / a.p.group) return static_cast<i32>(ticket);
+  }
 }
 
 // The tiles of rows that see a tile of keys, one after the other, for each query head that shares the keys

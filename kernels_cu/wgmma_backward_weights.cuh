@@ -7,6 +7,10 @@ constexpr bool kInLog2 = kFolded && !kHalf;  // where the log-sum-exp, in units 
 // The derivatives of the scores of a tile by scale S, two in a word; none where they are 1
 struct Slopes {
   u32 x[kSoftcap ? kPRegisters : 1];
+
+  __device__ __forceinline__ void keep(i32 i, float first, float second) {
+    if constexpr (kSoftcap) x[i] = pack2(first, second, Element{});
+  }
 };
 
 __device__ __forceinline__ Vector<float, 2> unpack2(u32 x) {
@@ -62,10 +66,11 @@ __device__ __forceinline__ float lse_as_subtracted(const Params& p, float lse) {
   return static_cast<float>(lse * (p.scale == 0 ? kLog2E : c / p.scale));
 }
 
-// P = exp(score - LSE) of the keys key, key + 8 and the rows row + 8 b, row + 8 b + 1 of a lane, of which `lse` has the statistics
-template <bool kMasked>
-__device__ __forceinline__ void weigh(float (&s)[kSRegisters], Slopes& slopes, const float* lse, const Scores& score, const Visibility& see,
-                                      i32 key, i32 row) {
+// P = exp(score - LSE) of the keys key, key + 8 and the rows row + 8 b, row + 8 b + 1 of a lane, of which `lse` has the statistics.
+// keep(i, ...) gets the slopes of registers 2i and 2i + 1 once these are there.
+template <bool kMasked, class Keep>
+__device__ __forceinline__ void weigh(float (&s)[kSRegisters], const float* lse, const Scores& score, const Visibility& see, i32 key, i32 row,
+                                      const Keep& keep) {
   // The rows that see a key, from `row` on; the second key of a lane is 8 beyond the first.
   constexpr i32 kNever = 1 << 30;
   const i32 at = key - see.delta - row, live_rows = see.query_length - row, live_keys = see.key_length - key;
@@ -76,7 +81,7 @@ __device__ __forceinline__ void weigh(float (&s)[kSRegisters], Slopes& slopes, c
     const Vector<float, 4> of_two_blocks = *reinterpret_cast<const Vector<float, 4>*>(lse + kBlock * (b - b % 2));
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
-      float slope[2];
+      float slope[2] = {1, 1};
 #pragma unroll
       for (i32 e = 0; e < 2; ++e) {
         const i32 column = kBlock * b + e;
@@ -95,7 +100,7 @@ __device__ __forceinline__ void weigh(float (&s)[kSRegisters], Slopes& slopes, c
         }
         x = kInLog2 ? exp2_of(above) : kHalf ? exp2_of(fmaf(above, static_cast<float>(kLog2E), kWeightExponent)) : exp_of(above);
       }
-      if constexpr (kSoftcap) slopes.x[2 * b + r] = pack2(slope[0], slope[1], Element{});
+      keep(2 * b + r, slope[0], slope[1]);
     }
   }
 }

@@ -13,6 +13,7 @@ from cases import CASES, Case, make_inputs, random_case
 from cases_backward import make_call
 from emulator import SCHEDULES, EmulatorError, Schedule, kernel_texts, why_no_emulator
 from emulator.backward import gradients, read
+from emulator.forward import attention
 from emulator.forward import read as read_forward
 from emulator.mutants import Mutant
 from emulator.mutants_backward_wgmma import MUTANTS, PROBLEMS
@@ -20,6 +21,7 @@ from emulator.mutants_backward_wgmma import MUTANTS, PROBLEMS
 from cuflash.backward_config import BackwardWgmmaConfig
 from cuflash.backward_plan import why_no_backward_maps
 from cuflash.device import known_device
+from cuflash.plan import wgmma_default
 from cuflash.problem import Spec
 from cuflash.tensor_maps import why_no_tensor_map
 
@@ -30,6 +32,7 @@ CONFIGS = (
     BackwardWgmmaConfig(64),
     BackwardWgmmaConfig(128),
     BackwardWgmmaConfig(64, k_stages=2, dq_stages=3),
+    BackwardWgmmaConfig(64, 64),
 )
 ADVERSARIES = (
     *SCHEDULES,
@@ -91,6 +94,17 @@ def test_wgmma_gradients_are_as_exact_as_the_rule_asks(case, config):
     check(case, config)
 
 
+def test_a_block_of_few_numbers_is_as_exact_with_what_the_forward_pass_of_a_gpu_gives():
+    # All columns of Q are equal, and so those of dK: 8 keys give 8 numbers, in which the rounding of O shows.
+    case = next(case for case in CASES if case.id == "q-broadcast-columns")
+    call, config = served_call(case), BackwardWgmmaConfig(128, k_stages=2)
+    inputs = {name: call[name] for name in ("q", "k", "v")}
+    spec = read_forward(inputs, case.options)[1].spec
+    call["out"], call["lse"] = attention(inputs, case.options, wgmma_default(spec, H200))
+    results = gradients(call, case.options, config)
+    gold_backward.expect(**call, **case.options).check(*results)
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_wgmma_gradients_are_right_for_a_random_problem(seed):
     cases = [random_case(6000 + 100 * seed + number) for number in range(40)]
@@ -121,6 +135,33 @@ def test_bits_do_not_depend_on_the_schedule(id):
         gradients(call, case.options, config, each, blocks=1 + number % 4) for number, each in enumerate(ADVERSARIES)
     ]
     assert len({b"".join(x.tobytes() for x in result) for result in results}) == 1
+
+
+ORDERS = {"full": {}, "causal": {"causal": True}, "right": {"window": (None, 40)}, "left": {"window": (60, None)}}
+
+
+@pytest.mark.parametrize("options", ORDERS.values(), ids=ORDERS)
+def test_a_batch_entry_alone_has_the_bits_that_it_has_among_others(options):
+    case = Case("entries", n=(150, 280), d=(16, 16), heads=(6, 3), batch=(3,), dtype="bfloat16", options=options)
+    config, call = BackwardWgmmaConfig(64), served_call(case)
+    among_others = gradients(call, options, config, blocks=5)
+    for entry in (1, 2):
+        own = {name: np.ascontiguousarray(x[entry : entry + 1]) for name, x in call.items()}
+        for one, all_of_them in zip(gradients(own, options, config, blocks=2), among_others, strict=True):
+            assert one[0].tobytes() == all_of_them[entry].tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_bits_of_a_head_do_not_depend_on_its_neighbours(dtype):
+    case = Case("heads", n=(150, 280), d=(16, 16), heads=(6, 3), batch=(2,), dtype=dtype, options={"causal": True})
+    config, call = BackwardWgmmaConfig(64), served_call(case)
+    other = {name: x.copy() for name, x in call.items()}
+    for name, x in other.items():
+        x[:, [0, 2] if name in "kv" else [0, 1, 4, 5]] *= x.dtype.type(3)
+    first, second = (gradients(each, case.options, config) for each in (call, other))
+    for one, same, own in zip(first, second, (slice(2, 4), slice(1, 2), slice(1, 2)), strict=True):
+        assert one[:, own].tobytes() == same[:, own].tobytes()
+        assert one.tobytes() != same.tobytes()
 
 
 def test_gradients_of_float16_do_not_leave_its_range_among_many_keys():

@@ -12,14 +12,14 @@ from emulator.mutants import Mutant
 
 # Several tiles of rows and of keys, of which the last are not full.
 SIZED: dict[str, Any] = {"n": (150, 300), "d": (16, 16), "heads": (1, 1), "batch": (1,), "dtype": "bfloat16"}
-USUAL = BackwardWgmmaConfig(64)
+USUAL, SHARED_OUT = BackwardWgmmaConfig(64), BackwardWgmmaConfig(64, 64)
 PROBLEMS = {
     "plain": (Case("backward-wgmma-plain", **SIZED), USUAL),
     "panels": (Case("backward-wgmma-panels", **SIZED | {"d": (80, 96), "n": (70, 200)}), USUAL),
     "wide": (Case("backward-wgmma-wide", **SIZED | {"n": (200, 600)}), BackwardWgmmaConfig(128, k_stages=2)),
     "groups": (Case("backward-wgmma-groups", **SIZED | {"heads": (4, 2), "batch": (2,)}), USUAL),
     "causal": (
-        Case("backward-wgmma-causal", **SIZED | {"heads": (2, 2), "n": (300, 300)}, options={"causal": True}),
+        Case("backward-wgmma-causal", **SIZED | {"heads": (3, 3), "n": (200, 260)}, options={"causal": True}),
         USUAL,
     ),
     "window": (
@@ -33,10 +33,25 @@ PROBLEMS = {
     ),
     "softcap": (Case("backward-wgmma-softcap", **SIZED, options={"softcap": 1.5, "scale": 1.0}), USUAL),
     "nan": (Case("backward-wgmma-nan", **SIZED, values="nan-query", options={"causal": "top-left"}), USUAL),
+    "split": (
+        Case("backward-wgmma-split", **SIZED | {"d": (160, 144), "n": (150, 200)}, options={"softcap": 3.0}),
+        SHARED_OUT,
+    ),
+    "split-lengths": (
+        Case(
+            "backward-wgmma-split-lengths",
+            **SIZED | {"batch": (2,), "dtype": "float16"},
+            options={"causal": True},
+            q_lengths=(150, 70),
+            kv_lengths=(300, 190),
+        ),
+        SHARED_OUT,
+    ),
     "few-terms": (next(case for case in CASES if case.id == "both-lengths-causal-float16"), USUAL),
 }
 
 KERNEL, ORDER, WEIGHTS = "backward_wgmma.cu", "wgmma_backward_order.cuh", "wgmma_backward_weights.cuh"
+CONSUMER, SPLIT = "wgmma_backward_consumer.cuh", "wgmma_backward_split.cuh"
 TILE, SHARED, UNITS = "wgmma_backward_tile.cuh", "wgmma_backward_shared.cuh", "wgmma_backward_units.cuh"
 WAIT_FOR_DK = "    wgmma_wait_group<0>();\n    pin(dk);\n"
 WAIT_FOR_DP = "    wgmma_wait_group<1>();\n    pin(dp);\n"
@@ -89,7 +104,7 @@ MUTANTS = [
     Mutant(
         "k-released-by-consumers-only",
         *(KERNEL, "    mbarrier_arrive_if(shared.empty_k(k_slot), lane == 0);\n", "", ("groups",)),
-        also=(("kConsumerWarps + kDqWarps + 1", "kConsumerWarps + 1"),),
+        also=(("kConsumerWarps + kWarps + 1", "kConsumerWarps + 1"),),
     ),
     Mutant("dp-not-waited-for", KERNEL, WAIT_FOR_DP, "", ("plain",)),
     Mutant(
@@ -142,11 +157,12 @@ MUTANTS = [
     Mutant(
         "heads-of-a-section",
         ORDER,
-        "in_section - rank * width",
-        "in_section % a.section",
+        "in_half - rank * width",
+        "in_half % a.section",
         ("groups",),
-        also=(("min(a.section, heads - section * a.section)", "a.section"),),
+        also=(("min(a.section, all - section * a.section)", "a.section"),),
     ),
+    Mutant("void-tickets-worked-on", ORDER, "if (!kTurnsAround || key_tile", "if (true || key_tile", ("causal",)),
     Mutant("walks-past-the-end", ORDER, "highest = rows.end - 1", "highest = rows.end", ("causal",)),
     Mutant("diagonal-one-off", WEIGHTS, "column < first[r]", "column <= first[r]", ("causal",)),
     Mutant("window-one-off", WEIGHTS, "at + see.left + 1)", "at + see.left)", ("window",)),
@@ -157,13 +173,13 @@ MUTANTS = [
         "kRight ? at + 8 - see.right : 0",
         ("lengths",),
     ),
-    Mutant("poisoned-rows-kept", KERNEL, "    if (first >= end) return;\n", "    return;\n", ("lengths",)),
+    Mutant("poisoned-rows-kept", CONSUMER, "    if (first >= end) return;\n", "    return;\n", ("lengths",)),
     Mutant("pairs-nobody-sees-are-multiplied", WEIGHTS, "kMasked && p.x[e] < Weights::kLeast ? 0 :", "", ("nan",)),
     # ---- numbers ----
     Mutant("what-was-cut-off-is-lost", WEIGHTS, "+ extended * (1 << kUnitBits)", "", ("few-terms",)),
     Mutant("bits-of-another-pair", WEIGHTS, "byte = 2 * (i % 2) + e", "byte = 2 - 2 * (i % 2) + e", ("few-terms",)),
     Mutant("unit-forgotten-in-dq", KERNEL, "dq[i] *= per_unit", "dq[i] *= 1", ("half",)),
-    Mutant("unit-forgotten-in-dk", KERNEL, "(p.gradient_scale) * per_unit;", "(p.gradient_scale);", ("half",)),
+    Mutant("unit-forgotten-in-dk", CONSUMER, "(p.gradient_scale) * per_unit;", "(p.gradient_scale);", ("half",)),
     Mutant("unit-too-large", UNITS, "127 - min(max(exponent, -60), 60)", "127", ("half",)),
     Mutant("slope-forgotten", WEIGHTS, "kSoftcap ? ds * slope.x[e] : ds", "ds", ("softcap",)),
     Mutant(
@@ -176,11 +192,46 @@ MUTANTS = [
     Mutant(
         "panels-of-ds-k-too-near",
         TILE,
-        "column_operand(k, KTile::kPanelBytes)",
+        "column_operand(kSplit ? opaque(k) : k, KTile::kPanelBytes)",
         "column_operand(k, 16)",
         ("panels",),
         also=(("kDqColumns = kD < kPanelColumns ? kD : kPanelColumns", "kDqColumns = kD"),),
     ),
     Mutant("piece-of-another-panel", KERNEL, "panel * KTile::kPanelBytes", "rows * KTile::kPanelBytes", ("panels",)),
+    # ---- products that the consumers share out ----
+    Mutant(
+        "p-read-before-it-came", SPLIT, "    mbarrier_wait(shared.full_p(), parity_of<1>(steps));\n", "", ("split",)
+    ),
+    Mutant(
+        "p-overwritten",
+        *(SPLIT, "    mbarrier_wait(shared.empty_p(), parity_of<1>(weighed) ^ kEmptyAtFirst);\n", "", ("split",)),
+    ),
+    Mutant("slope-forgotten-in-p", SPLIT, "kSoftcap ? s[2 * i] * first : s[2 * i]", "s[2 * i]", ("split",)),
+    Mutant(
+        "q-released-by-the-weigher-only",
+        *(SPLIT, "    pin(dk);\n    arrive(shared.empty_q(slot));\n", "    pin(dk);\n", ("split",)),
+    ),
+    Mutant(
+        "dout-multiplied-before-it-is-clean",
+        *(
+            SPLIT,
+            "    if (kQLengths) mbarrier_wait(shared.clean_dout(), parity_of<1>(steps));\n",
+            "",
+            ("split-lengths",),
+        ),
+    ),
+    Mutant(
+        "columns-beyond-128-from-the-first-ones",
+        *(TILE, "kMostColumns / kPanelColumns * Rows::kPanelBytes", "0 * Rows::kPanelBytes", ("split",)),
+    ),
+    Mutant(
+        "weights-changed-under-way",
+        *(
+            SPLIT,
+            "      weigh_scores(next, of, walk);\n",
+            "      weigh_scores(next, of, walk);\n      pack(p, s);\n",
+            ("split",),
+        ),
+    ),
     Mutant("slots-of-v-and-q-overlap", SHARED, "kV + VTile::kBytes", "kV + VTile::kBytes / 2", ("panels",)),
 ]
