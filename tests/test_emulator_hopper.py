@@ -386,3 +386,15 @@ def test_atomics_hand_out_each_number_once(schedule):
     launch(unit("tickets"), params=params, arrays=(counter, out), **options)
     assert sorted(out.values) == list(range(576))
     assert counter.values[0] == 0
+
+
+# ---- elements of 16 bits ----
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_element_that_goes_from_memory_right_into_a_call_is_watched(element):
+    given = np.arange(64, dtype=np.uint16)
+    options = {"element": element, "schedule": SCHEDULES[0]}
+    assert np.array_equal(run("elements_into_a_call", given, np.zeros(64, np.float32), **options), given)
+    with pytest.raises(EmulatorError, match=r"thread 63: reads 2 bytes outside every array(.|\n)*units_hopper\.cu:"):
+        run("elements_into_a_call", given, np.zeros(64, np.float32), 1, **options)

@@ -66,6 +66,7 @@ class Worker:
         self._process: subprocess.Popen[str] | None = None
         self._messages: queue.Queue[str | None] = queue.Queue()
         self._errors: IO[bytes] | None = None
+        self._is_answering = False
 
     def start(self) -> None:
         """Start the process, unless it runs.
@@ -79,6 +80,7 @@ class Worker:
             return
         paths = [str(Path(cubins.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         self._messages = queue.Queue()
+        self._is_answering = False
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - `close` closes it
         self._process = subprocess.Popen(
             self.command,
@@ -94,7 +96,7 @@ class Worker:
             self.greeting = list(self.ask(self._hello, START_SECONDS))[-1]["done"]
 
     def ask(self, request: Mapping[str, Any], silence: float) -> Iterator[dict[str, Any]]:
-        """The messages that answer `request`, up to the last.
+        """The messages that answer `request`, up to the last. The rest of an answer that was interrupted is let pass.
 
         Raises
         ------
@@ -102,15 +104,22 @@ class Worker:
             When the process ends, or says nothing for `silence` seconds.
         """
         self.start()
+        if self._is_answering:
+            for _ in self._answer(silence):
+                pass
         process = self._process
         if process is None or process.stdin is None:
             raise Died("it was closed", hung=False)
+        self._is_answering = True
         try:
             process.stdin.write(json.dumps(request) + "\n")
             process.stdin.flush()
         except OSError as error:
             self.close()
             raise Died(f"it ended: {error}", hung=False) from error
+        yield from self._answer(silence)
+
+    def _answer(self, silence: float) -> Iterator[dict[str, Any]]:
         fatal = ""
         while True:
             try:
@@ -119,14 +128,16 @@ class Worker:
                 self.close()
                 raise Died(f"it said nothing for {silence:.0f} s", hung=True) from None
             if line is None:
-                code = process.wait()
+                code = None if self._process is None else self._process.wait()
                 reason = fatal or f"it ended with exit code {code}{self._last_words()}"
                 self.close()
                 raise Died(reason, hung=code == HUNG)
             message: dict[str, Any] = json.loads(line)
             fatal = message.get("fatal", fatal)
+            is_last = bool(LAST & message.keys())
+            self._is_answering = not is_last
             yield message
-            if LAST & message.keys():
+            if is_last:
                 return
 
     def interrupt(self) -> None:

@@ -110,14 +110,22 @@ def cached(suffix: str, parts: Mapping[str, str], make: Callable[[Path], None]) 
     text = "\0".join(f"{name}\0{part}" for name, part in (*sorted(parts.items()), ("compiler", compiler_version())))
     key = hashlib.sha256(text.encode()).hexdigest()[:24]
     path = cache() / (key + suffix)
-    if not path.exists():
+    while not is_touched(path):
         with locked(key[:2]):
             if not path.exists():
                 fresh = path.with_name(f"{key}.{os.getpid()}.new")
                 make(fresh)
                 fresh.replace(path)
-    os.utime(path)
     return path
+
+
+def is_touched(path: Path) -> bool:
+    """Whether the file is there, and by now the last that would go: other processes remove the oldest."""
+    try:
+        os.utime(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def run(*command: str | Path, folder: Path | None = None) -> None:

@@ -56,7 +56,7 @@ def attention(
         arrays["lse"] = Array("lse", np.empty(problem.lse_shape, DTYPE_OF[problem.spec.lse_dtype]), writes="once")
     if not problem.is_empty(want_lse):
         variant = Variant(f"forward_{config.family}", problem.spec, config, ARCHITECTURE)
-        kernel = build(variant.kernel, variant.header(), texts, optimized=not isinstance(config, WgmmaConfig))
+        kernel = build(variant.kernel, variant.header(), texts, optimized=isinstance(config, SimtConfig))
         grid, sizes, offsets = pack_sizes(problem, config.b_r, isinstance(config, MmaConfig) and config.pack_gqa)
         addresses = [arrays[name].address if name in arrays else 0 for name in ADDRESSES]
         if isinstance(config, WgmmaConfig):

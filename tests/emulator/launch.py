@@ -156,8 +156,8 @@ def launch(
 
     `params` is its parameter block, `arrays` what it may touch of device memory. Without `watched`, neither races in
     shared memory nor reads of what was never written to it are reported: the schedule and poison may change numbers.
-    With `sum_bits` tensor cores cut off what they add, as matrices.h says, to 26 bits on sm_90, 25 on sm_80 and 24 on
-    sm_75; else they add floats.
+    With `sum_bits` tensor cores cut off what they add, as matrices.h says; else they add floats. 24 bits are those of a
+    float, the least that a GPU keeps; newer ones are reported to keep one or two more.
 
     Raises
     ------

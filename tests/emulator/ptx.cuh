@@ -3,8 +3,19 @@
 #pragma once
 #include "cuda.h"
 
-struct half_t { u16 bits; };  // IEEE binary16
-struct bf16_t { u16 bits; };  // the upper half of an IEEE binary32
+// Its constructor copies it, so that it is watched also where it goes from memory right into a call: g++ -O0 would leave that out.
+struct Bits16 {
+  u16 bits;
+  Bits16() = default;
+  explicit constexpr Bits16(u16 all) : bits(all) {}
+  Bits16(const Bits16& other) : bits(other.bits) {}
+  Bits16& operator=(const Bits16& other) {
+    bits = other.bits;
+    return *this;
+  }
+};
+struct half_t : Bits16 { using Bits16::Bits16; };  // IEEE binary16
+struct bf16_t : Bits16 { using Bits16::Bits16; };  // the upper half of an IEEE binary32
 
 #define DYNAMIC_SMEM(name) u8* const name = emulator::dynamic_shared()
 #define ALIGNED_DYNAMIC_SMEM(name, bytes) u8* const name = emulator::dynamic_shared() + -smem_address(emulator::dynamic_shared()) % (bytes)
@@ -20,7 +31,7 @@ __device__ __forceinline__ float rcp_approx_ftz(float x) {
 }
 
 __device__ __forceinline__ float cvt_f32_f16(half_t x) { return emulator::f16_to_float(x.bits); }
-__device__ __forceinline__ half_t cvt_rn_f16_f32(float x) { return {emulator::float_to_f16(x)}; }
+__device__ __forceinline__ half_t cvt_rn_f16_f32(float x) { return half_t(emulator::float_to_f16(x)); }
 __device__ __forceinline__ u32 cvt_rna_tf32(float x) { return emulator::float_to_tf32(x); }
 
 __device__ __forceinline__ u32 pack2(float low, float high, half_t) {

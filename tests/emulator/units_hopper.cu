@@ -227,7 +227,7 @@ template <i32 n, bool kFromRegisters> __device__ __forceinline__ void multiply(c
   if (!kFromRegisters) mbarrier_wait(a_barrier, 0);
   mbarrier_wait(b_barrier, 0);
   if (faults.write_b) {
-    reinterpret_cast<Element*>(b_smem)[threadIdx.x] = {0};
+    reinterpret_cast<Element*>(b_smem)[threadIdx.x] = Element(0);
     if (faults.fence_proxy) fence_proxy_async();
     __syncthreads();
   }
@@ -330,3 +330,7 @@ UNIT(registers_that_are_not_there) { share_registers<40, 240>(p); }
 UNIT(tickets) {
   for (i32 i = 0; i < 3; ++i) out<u32>(p)[(blockIdx.x * blockDim.x + threadIdx.x) * 3 + i] = atomicInc(static_cast<u32*>(const_cast<void*>(p.in)), p.n);
 }
+
+// ---- elements of 16 bits that go from memory right into a call ----
+__device__ __forceinline__ float as_float(Element x) { return static_cast<float>(x.bits); }
+UNIT(elements_into_a_call) { out<float>(p)[threadIdx.x] = as_float(in<Element>(p)[threadIdx.x + p.n]); }
