@@ -2,9 +2,11 @@
 
 python benchmarks/forward_wgmma.py [--rounds 9] [--budget 230] [--only 128-4096]
 python benchmarks/forward_wgmma.py --smoke     small problems with every feature, checked and not timed
+python benchmarks/forward_wgmma.py --sweep 500 as many random problems, checked, each under the watchdog
 
-cuDNN is PyTorch's backend of that name. B * N = 16384, H * D = 2048, bfloat16. The table stands last; $OUT gets it as
-JSON.
+cuDNN is PyTorch's backend of that name. B * N = 16384, H * D = 2048, bfloat16. The scores of a case named "rise"
+rise by so many powers of two along the keys, in the order in which they are read. The table stands last; $OUT gets it
+as JSON.
 """
 
 from __future__ import annotations
@@ -47,7 +49,11 @@ NARROW = (WgmmaConfig(2, 64, 3, 2), WgmmaConfig(2, 64, 3, 2, ping_pong=False))
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed; `group` query heads share a head of K and V, and a bias is one of rows (1, H, 1, N)."""
+    """What is timed.
+
+    `group` query heads share a head of K and V, a bias is one of rows (1, H, 1, N), and scores rise by `rise` in log2
+    units from the last key to the first, which is the worst for references that are guessed.
+    """
 
     d: int
     n: int
@@ -56,6 +62,7 @@ class Case:
     window: tuple[int, int] | None = None
     softcap: float | None = None
     bias: bool = False
+    rise: float = 0
 
     def __str__(self) -> str:
         words = [f"{self.d}-{self.n}-{'causal' if self.causal else 'full'}"]
@@ -63,10 +70,13 @@ class Case:
         words += ["window"] if self.window else []
         words += ["softcap"] if self.softcap else []
         words += ["bias"] if self.bias else []
+        words += [f"rise{self.rise:g}"] if self.rise else []
         return "-".join(words)
 
     def configs(self) -> tuple[WgmmaConfig, ...]:
         """The candidates."""
+        if self.rise:
+            return WIDE, replace(WIDE, speculative=False)
         return NARROW if self.softcap or self.bias else CANDIDATES[self.d]
 
     def heads(self) -> int:
@@ -76,6 +86,8 @@ class Case:
     def inputs(self, n: int, batch: int) -> tuple[torch.Tensor, ...]:
         """Fresh q, k, v of layout (B, N, H, D)."""
         heads = self.heads()
+        if self.rise:
+            return tuple(x.transpose(1, 2) for x in rising((batch, heads), n, n, self.d, self.rise))
         return tuple(normal(batch, n, h, self.d) for h in (heads, heads // self.group, heads // self.group))
 
     def options(self, n: int) -> dict[str, Any]:
@@ -91,7 +103,7 @@ class Case:
 
     def has_peer(self) -> bool:
         """Whether cuDNN computes the same."""
-        return not (self.window or self.softcap or self.bias)
+        return not (self.window or self.softcap or self.bias or self.rise)
 
 
 CASES = [
@@ -101,6 +113,7 @@ CASES = [
     Case(128, 16384, window=(255, 0)),
     Case(128, 4096, softcap=30.0),
     Case(128, 4096, bias=True),
+    *(Case(128, 4096, rise=rise) for rise in (204.0, 765.0, 8000.0)),
 ]
 CAPS = {torch.float16: 6e-4, torch.bfloat16: 4e-3}
 LSE_CAP = 4e-3
@@ -161,17 +174,19 @@ def prepared(jobs: list[tuple[str, Callable[[], None]]]) -> set[str]:
 
 # ---- small problems ----
 
+Problem = tuple[str, tuple[torch.Tensor, ...], dict[str, Any], WgmmaConfig]
 
-def rising(n_q: int, n_k: int, d: int, rise: float) -> tuple[torch.Tensor, ...]:
+
+def rising(batch: tuple[int, int], n_q: int, n_k: int, d: int, rise: float) -> tuple[torch.Tensor, ...]:
     """Queries and keys whose scores rise by `rise`, in log2 units, from the last key to the first."""
     unit = torch.ones(d, device="cuda") / math.sqrt(d)
-    q = 0.1 * torch.randn((1, 2, n_q, d), device="cuda") + 4 * unit
+    q = 0.1 * torch.randn((*batch, n_q, d), device="cuda") + 4 * unit
     ramp = torch.linspace(1, 0, n_k, device="cuda")[:, None] * rise * math.log(2) * math.sqrt(d) / 4
-    k = 0.1 * torch.randn((1, 2, n_k, d), device="cuda") + unit * ramp
-    return q.bfloat16(), k.bfloat16(), normal(1, 2, n_k, d)
+    k = 0.1 * torch.randn((*batch, n_k, d), device="cuda") + unit * ramp
+    return q.bfloat16(), k.bfloat16(), normal(*batch, n_k, d)
 
 
-def small_problems() -> Iterator[tuple[str, tuple[torch.Tensor, ...], dict[str, Any], WgmmaConfig]]:
+def small_problems() -> Iterator[Problem]:
     """Name, (q, k, v), options, configuration."""
     c128, c64, c256 = WgmmaConfig(2, 128, 2, 2), WgmmaConfig(4, 64, 6), WgmmaConfig(2, 64, 2)
     for speculative in (False, True):
@@ -184,7 +199,7 @@ def small_problems() -> Iterator[tuple[str, tuple[torch.Tensor, ...], dict[str, 
                 qkv = (normal(1, 2, 640, 128, size=size), normal(1, 2, 1024, 128), normal(1, 2, 1024, 128))
                 yield f"{word} {causal=} size {size}", qkv, {"causal": causal}, config
         for rise in (31, 200, 765, 5000, 40000):
-            yield f"{word} rise 2^{rise}", rising(520, 1100, 128, rise), {}, config
+            yield f"{word} rise 2^{rise}", rising((1, 2), 520, 1100, 128, rise), {}, config
         qkv = (normal(1, 4, 700, 128), normal(1, 2, 900, 128), normal(1, 2, 900, 128))
         for scale in (-0.09, 0.0, 1e-30, 3.0, 1e6, 1e30):
             yield f"{word} {scale=}", qkv, {"scale": scale, "causal": True}, config
@@ -234,16 +249,53 @@ def small_problems() -> Iterator[tuple[str, tuple[torch.Tensor, ...], dict[str, 
     qkv = (normal(1, 4, 700, 64), normal(1, 2, 900, 64), normal(1, 2, 900, 176))
     yield "D=64 D_v=176", qkv, {}, WgmmaConfig(2, 64, 2)
     for d, config in ((64, c64), (256, c256)):
-        yield f"D={d} rise 2^200", rising(300, 1100, d, 200), {}, config
-        yield f"D={d} rise 2^5000", rising(300, 1100, d, 5000), {}, config
+        yield f"D={d} rise 2^200", rising((1, 2), 300, 1100, d, 200), {}, config
+        yield f"D={d} rise 2^5000", rising((1, 2), 300, 1100, d, 5000), {}, config
     bnhd = tuple(normal(2, n, h, 128) for n, h in ((500, 8), (600, 1), (600, 1)))
     yield "bnhd", bnhd, {"layout": "bnhd", "causal": True}, c128
 
 
-def smoke() -> int:
-    """Check the small problems; 0 when all are right."""
+SWEPT = (  # configuration, D, D_v, dtype: few enough to compile, times the features
+    (WIDE, 128, 128, torch.bfloat16),
+    (WgmmaConfig(2, 128, 3, 2), 64, 64, torch.float16),
+    (WgmmaConfig(3, 96, 2), 80, 80, torch.bfloat16),
+    (WgmmaConfig(2, 64, 2, 2), 40, 128, torch.float16),
+    (WgmmaConfig(2, 48, 2), 192, 128, torch.bfloat16),
+    (WgmmaConfig(2, 32, 2), 256, 256, torch.bfloat16),
+)
+FEATURES: tuple[Callable[[int, int, int], dict[str, Any]], ...] = (  # of a batch of two, H, N_q and N_k
+    lambda h, n_q, n_k: {},
+    lambda h, n_q, n_k: {"causal": True},
+    lambda h, n_q, n_k: {"window": (n_k // 3, 17), "softcap": 9.0},
+    lambda h, n_q, n_k: {"causal": "top-left", "bias": normal(h, 1, n_k).float()},
+    lambda h, n_q, n_k: {"mask": torch.rand((n_q, n_k), device="cuda") < 0.6},
+    lambda h, n_q, n_k: {
+        "causal": True,
+        "q_lengths": torch.tensor([n_q, n_q // 2], device="cuda"),
+        "kv_lengths": torch.tensor([n_k // 3, n_k], device="cuda"),
+    },
+)
+
+
+def random_problems(count: int) -> Iterator[Problem]:
+    """Random sizes of every feature and configuration; some with scores that rise along the keys."""
+    rng = np.random.default_rng(0)
+    for number in range(count):
+        config, d, d_v, dtype = SWEPT[number % len(SWEPT)]
+        feature = number // len(SWEPT) % len(FEATURES)
+        n_q, n_k, h_kv, group = (int(rng.integers(1, most)) for most in (700, 1200, 4, 4))
+        heads = (2, h_kv * group)
+        q, k, v = normal(*heads, n_q, d), normal(2, h_kv, n_k, d), normal(2, h_kv, n_k, d_v)
+        if number % 5 == 0 and feature < 2:
+            q = rising(heads, n_q, n_k, d, 0)[0]
+            k = rising((2, h_kv), n_q, n_k, d, float(rng.choice([30, 300, 3000])))[1]
+        name = f"{number}: {show(config)} D={d} D_v={d_v} {heads[1]}:{h_kv} {n_q}x{n_k} feature {feature}"
+        yield name, tuple(x.to(dtype) for x in (q, k, v)), FEATURES[feature](heads[1], n_q, n_k), config
+
+
+def check(problems: list[Problem], repeats: int) -> int:
+    """Compare each with the plain formula, and its repeats with one another; 0 when all are right."""
     timing.HANG_SECONDS = 5.0
-    problems = list(small_problems())
 
     def job(problem: tuple[Any, ...]) -> tuple[str, Callable[[], None]]:
         name, (q, k, v), options, config = problem
@@ -255,7 +307,7 @@ def smoke() -> int:
         if name not in ready:
             continue
         kept = (None, None)
-        for repeat in range(4):
+        for repeat in range(repeats):
             out = torch.full((*q.shape[:-1], v.shape[-1]), torch.nan, device="cuda", dtype=q.dtype)
             out, lse = finish(
                 lambda: cuflash.attention(q, k, v, return_lse=True, out=out, config=config, **options),  # noqa: B023
@@ -388,11 +440,15 @@ def main() -> int:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smoke", action="store_true", help="check small problems, time nothing")
+    parser.add_argument("--sweep", type=int, metavar="N", help="check N random problems, time nothing")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--budget", type=float, default=230, help="seconds after which no further case is started")
     parser.add_argument("--only", default="", help="cases whose name, such as 128-4096-causal, contains this")
     options = parser.parse_args()
-    return smoke() if options.smoke else campaign(options.rounds, options.budget, options.only)
+    if options.smoke or options.sweep:
+        problems = random_problems(options.sweep) if options.sweep else small_problems()
+        return check(list(problems), repeats=2 if options.sweep else 4)
+    return campaign(options.rounds, options.budget, options.only)
 
 
 if __name__ == "__main__":
