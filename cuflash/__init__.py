@@ -1,5 +1,8 @@
 """Exact, IO-aware attention for arrays."""
 
+import importlib
+import typing
+
 from cuflash import reference
 from cuflash.api import (
     Explanation,
@@ -38,3 +41,11 @@ __all__ = [
     "reference",
     "require_tuned",
 ]
+
+if not typing.TYPE_CHECKING:
+
+    def __getattr__(name):
+        """`cuflash.torch` and `cuflash.tuning`, which import PyTorch and Optuna, on their first use."""
+        if name in ("torch", "tuning"):
+            return importlib.import_module(f"cuflash.{name}")
+        raise AttributeError(f"module 'cuflash' has no attribute {name!r}")

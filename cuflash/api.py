@@ -21,7 +21,7 @@ class Explanation:
     Attributes
     ----------
     family : str
-        The kernel family, "mma", "simt" or "numpy".
+        The kernel family: "wgmma", "mma", "simt" or "numpy".
     config : TileConfig or BackwardConfig
         Its tile configuration.
     source : {"the caller", "loaded", "tuned", "site", "shipped", "default"}
@@ -253,9 +253,9 @@ def explain(q: Any, k: Any, v: Any, **options: Any) -> Explanation:
 def prepare(q: Any, k: Any, v: Any, **options: Any) -> Explanation:
     """Compile and load what `attention` needs for a call, without running it, and say what that is.
 
-    Takes the arguments of `attention`. Afterwards the same call, also with other data, lengths or batch sizes of the
-    same alignment, compiles nothing, and can be captured in a CUDA graph (with `out` given, so that nothing is
-    allocated).
+    Takes the arguments of `attention`. Afterwards the same call with other data compiles nothing (nor do other lengths
+    or batch sizes of the same alignment, but for the exceptions in docs/contract.md), and can be captured in a CUDA
+    graph (with `out` given, so that nothing is allocated).
 
     Examples
     --------

@@ -186,7 +186,7 @@ def why_no_backward_maps(problem: BackwardProblem) -> str | None:
     return why_no_map("dout", problem.spec.dtype, problem.forward.n_q, strides)
 
 
-# The family is about twice as fast as mma. Until its GPU tests have passed, it is not the default.
+# The family is faster than mma (docs/performance.md). Until its GPU tests have passed, it is not the default.
 BY_REQUEST = "it is not yet the default; config=BackwardWgmmaConfig(...) asks for it"
 
 

@@ -5,6 +5,8 @@ import importlib
 import inspect
 import pkgutil
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,3 +61,14 @@ def test_attention_has_an_example():
 def test_example_in_the_readme_is_true():
     failed, tried = doctest.testfile(str(README), module_relative=False)
     assert (failed, tried > 3) == (0, True)
+
+
+def test_modules_for_optional_libraries_are_attributes_of_the_package():
+    pytest.importorskip("torch")
+    lazy = "import sys, cuflash; assert not {'torch', 'optuna'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", f"{lazy}; cuflash.torch.attention; cuflash.tuning.tune"], check=True)
+
+
+def test_the_package_has_no_other_attributes():
+    with pytest.raises(AttributeError, match="module 'cuflash' has no attribute 'nonsense'"):
+        _ = cuflash.nonsense

@@ -177,6 +177,15 @@ def test_other_storages_are_refused(url):
         open_storage(url)
 
 
+@pytest.mark.parametrize(("scheme", "driver"), [("postgresql", "psycopg"), ("mysql", "pymysql")])
+def test_a_database_without_a_driver_gets_the_one_of_our_extra(scheme, driver, monkeypatch):
+    opened = []
+    monkeypatch.setattr(study, "get_storage", opened.append)
+    open_storage(f"{scheme}://host/studies")
+    open_storage(f"{scheme}+other://host/studies")
+    assert opened == [f"{scheme}+{driver}://host/studies", f"{scheme}+other://host/studies"]
+
+
 @pytest.mark.parametrize("scheme", ["postgresql+psycopg", "mysql+pymysql", "postgresql+nonsense"])
 def test_passwords_are_never_told(scheme, caplog, capfd):
     with pytest.raises(StorageError) as error:

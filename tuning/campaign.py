@@ -133,7 +133,7 @@ def tune(
     ValueError
         When an argument cannot be used.
     TuningError
-        When no GPU can be.
+        When no GPU can be tuned.
 
     Examples
     --------
@@ -194,7 +194,10 @@ def carry_out(plan: Plan, report: Report | None = None) -> Iterator[Result]:
 
 def _where_measured(devices: Sequence[int]) -> tuple[str, str]:
     """The name of the GPU, and a digest of everything that makes old measurements void when it changes."""
-    gpus = [device_info(device) for device in devices]
+    try:
+        gpus = [device_info(device) for device in devices]
+    except (ImportError, RuntimeError) as error:
+        raise TuningError(f"no GPU can be tuned: {error}") from error
     if any(gpu != gpus[0] for gpu in gpus):
         names = " and ".join(sorted({gpu.name for gpu in gpus}))
         raise ValueError(f"GPUs that share a study must be of one model, got {names}")

@@ -94,6 +94,8 @@ def _calls_of(options: argparse.Namespace) -> list[Workload]:
     features: dict[str, Any] = {name: getattr(options, name) for name in ("causal", "softcap", "mask", "bias")}
     features |= {"q_lengths": options.q_lengths, "kv_lengths": options.kv_lengths, "aligned": not options.unaligned}
     features["window"] = None if options.window is None else tuple(options.window)
+    if options.like and options.batch:
+        raise ValueError("--batch goes with --heads, --seqlen and --head-dim; --like reads it from the files")
     if options.like:
         return [like(options.like, options.dtype, **features)]
     if shaped:

@@ -35,6 +35,7 @@ LEASE_SECONDS = 600.0
 LOCK_SECONDS = 8  # a lock that is so old was left by a process that died: an append takes milliseconds
 STARTUP_TRIALS = 10  # before the sampler models anything
 DATABASES = {"postgresql": "PostgreSQL", "mysql": "MySQL"}
+DRIVERS = {"postgresql": "postgresql+psycopg", "mysql": "mysql+pymysql"}  # of the extra "storage"
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 MEASURED, WORKER = "measurement", "worker"  # user attributes of a trial
 OUTCOME = "outcome"  # user attribute of a study
@@ -66,7 +67,7 @@ def open_storage(url: str | None) -> BaseStorage:
     if scheme.partition("+")[0] not in DATABASES:
         raise StorageError(f"storage must be postgresql://, mysql:// or journal:///path, got {scheme[:20]}://")
     try:
-        return get_storage(url)
+        return get_storage(DRIVERS.get(scheme, scheme) + url[len(scheme) :])
     except ImportError as error:
         driver = "psycopg[binary]" if scheme.startswith("postgresql") else "pymysql"
         raise StorageError(f"{shown(url)}: its driver is not installed: pip install '{driver}' ({error})") from None
