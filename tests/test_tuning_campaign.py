@@ -165,7 +165,8 @@ def test_interrupted_it_keeps_what_was_found_and_goes_on_later(sweeps, journal):
 
 def test_ctrl_c_ends_all_processes_of_a_run_and_keeps_what_was_found(sweeps, journal):
     code = (
-        "import sys\n"
+        "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background process ignores Ctrl-C
         "from cuflash.tuning.campaign import Plan, carry_out\n"
         "from cuflash.tuning.table import read_table\n"
         "from pathlib import Path\n"
