@@ -3,6 +3,7 @@
 import collections
 import json
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -181,7 +182,10 @@ def test_ctrl_c_ends_all_processes_of_a_run_and_keeps_what_was_found(sweeps, jou
         run.send_signal(signal.SIGINT)
         lines += run.stdout.readlines()
     assert run.returncode == 0
-    assert [line for line in lines if line.startswith("result tuned interrupted")]
+    results = [line for line in lines if line.startswith("result")]
+    assert results, "both processes ended without one"
+    for line in results:
+        assert re.match("result (tuned|default) interrupted", line)  # after so few, the default may still be the best
     trials = trials_of(journal)
     assert_all_measured_once(trials)
     assert sum(trial.state in study.FINISHED for found in trials.values() for trial in found) >= 20
