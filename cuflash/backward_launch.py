@@ -375,8 +375,12 @@ def make_parts(problem: BackwardProblem, config: BackwardConfig, device: DeviceI
         parts = [Part(variant, simt_stages(problem, config), blocks)]
     if "dbias" in problem.gradients and 0 not in problem.gradients["dbias"].shape:
         tiles = backward_simt_default(problem.spec, device)
+        blocks = pack_blocks(problem, tiles.b_r, tiles.b_c)
+        if isinstance(config, BackwardWgmmaConfig):  # whose row statistics have an order and a unit of their own
+            plain = Variant("backward_simt", problem.spec, tiles, device.architecture)
+            parts.append(Part(plain, simt_stages(problem, tiles)[:1], blocks))
         variant = Variant("backward_bias", problem.spec, tiles, device.architecture)
-        parts.append(Part(variant, bias_stages(problem, tiles), pack_blocks(problem, tiles.b_r, tiles.b_c)))
+        parts.append(Part(variant, bias_stages(problem, tiles), blocks))
     return tuple(parts)
 
 

@@ -57,7 +57,7 @@ def tiled_gradients(problem: BackwardProblem, config: NumpyConfig, arrays: Mappi
 
     b_r, b_c = min(config.b_r, max(forward.n_q, 1)), min(config.b_c, max(forward.n_k, 1))
     elements = group * b_r * (b_c + forward.d + forward.d_v) + forward.n_k * (forward.d + forward.d_v)
-    at_once = max(1, CHUNK_BYTES // (elements * work.itemsize))
+    at_once = max(1, CHUNK_BYTES // max(elements * work.itemsize, 1))
     with np.errstate(all="ignore"):
         for chunk in chunks(heads, at_once) if 0 not in heads else ():
             part = {name: None if x is None else x[chunk] for name, x in of_rows.items()}

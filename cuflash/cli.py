@@ -1,7 +1,8 @@
 """The command ``cuflash``: demo, run, tune, bench, info, cache.
 
 Exit codes: 0 when all went well, 1 when a computation failed or the demo found a result that is not exact, 2 for an
-argument or a file that cannot be used. The reason is on standard error.
+argument or a file that cannot be used, 130 after Ctrl-C (`tune` then keeps what it found, and ends with 0 or 1). The
+reason is on standard error.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from cuflash.peers import CUFLASH, PEERS, Case, Peer
 from cuflash.problem import DTYPES, LAYOUTS
 from cuflash.tuning import command
 
-FAILED, UNUSABLE = 1, 2
+FAILED, UNUSABLE, INTERRUPTED = 1, 2, 130
 ALIGNMENTS = ("bottom-right", "top-left")
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 CAUSAL = {"no": (False,), "yes": (True,), "both": (False, True)}
@@ -61,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with _log_on_stderr():
         try:
             return int(options.command(options))
+        except KeyboardInterrupt:
+            return _complain(options, "interrupted", INTERRUPTED)
         except UsageError as error:
             return _complain(options, str(error), UNUSABLE)
         except MemoryError as error:

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from cuflash.api import attention_backward, attention_forward
+from cuflash.problem import LAYOUTS, read_scale, read_softcap, read_window
 
+FAR = 2**31  # a window that wide is unbounded: no sequence is as long
 FULL = ""  # the operator's `causal` where there is no causal mask
 OPTIONS = (
     "Tensor? mask, Tensor? bias, Tensor? q_lengths, Tensor? kv_lengths, float? scale, str causal, int? left, "
@@ -68,10 +70,38 @@ def attention(
     >>> v.grad[0, :, 0].mul(6).round().int().tolist()
     [11, 5, 2]
     """
-    left, right = (None, None) if window is None else window
+    if not torch.compiler.is_compiling():  # then the operator checks when it runs
+        tensors = {"mask": mask, "bias": bias, "q_lengths": q_lengths, "kv_lengths": kv_lengths}
+        check_tensors({"q": q, "k": k, "v": v} | {name: x for name, x in tensors.items() if x is not None})
+        check_options(q, scale, causal, window, softcap, layout)
+    left, right = (None if bound is None else min(bound, FAR) for bound in window or (None, None))
     where = causal if isinstance(causal, str) else "bottom-right" if causal else FULL
     out, lse = operator(q, k, v, mask, bias, q_lengths, kv_lengths, scale, where, left, right, softcap, layout)
     return (out, lse) if return_lse else out
+
+
+def check_tensors(tensors: dict[str, Any]) -> None:
+    """Refuse what the operator's dispatch would not: arrays of other kinds, two devices, forward-mode derivatives."""
+    for name, x in tensors.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a Tensor, got {type(x).__name__}")
+        if x.device != tensors["q"].device:
+            both = f"q on {tensors['q'].device} and {name} on {x.device}"
+            raise ValueError(f"all arrays of a call must be on one device, got {both}")
+    functorch = torch._C._functorch
+    transforms = functorch.get_interpreter_stack() or ()
+    if any(transform.key() == functorch.TransformType.Jvp for transform in transforms):
+        raise TypeError("cuflash.torch.attention has no forward-mode derivative: the tangent would be lost")
+
+
+def check_options(q: Any, scale: Any, causal: Any, window: Any, softcap: Any, layout: Any) -> None:
+    """Refuse options as `cuflash.attention` does, before the operator's schema says it in its own words."""
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
+    if q.dim() > 0:
+        read_scale(scale, max(int(q.shape[-1]), 1), "float64" if q.dtype == torch.float64 else "float32")
+    read_softcap(softcap)
+    read_window(causal, window, 1, 1)
 
 
 def keywords(

@@ -183,3 +183,12 @@ def test_the_callers_error_state_is_neither_used_nor_changed():
         out, lse = cuflash.attention_forward(q, k, v, scale=-1e3)
         cuflash.attention_backward(dout, q, k, v, out, lse, scale=-1e3)
         assert set(np.geterr().values()) == {"raise"}
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1,), ()])
+def test_bias_of_no_scores_has_a_gradient_of_zero(shape):
+    q, k, bias = np.zeros((0, 3, 4), "f4"), np.zeros((2, 0, 4), "f4"), np.zeros(shape, "f4")
+    out, lse = cuflash.attention_forward(q, k, k, bias=bias)
+    dbias = cuflash.attention_backward(out, q, k, k, out, lse, bias=bias, return_dbias=True)[3]
+    assert dbias.shape == shape
+    assert (dbias == 0).all()

@@ -314,6 +314,14 @@ def test_want_of_memory_is_said_in_one_line(files, monkeypatch, capsys):
     assert "not enough memory: Unable to allocate" in complaint(capsys, run(), expected_code=1)
 
 
+def test_ctrl_c_ends_with_one_line(files, monkeypatch, capsys):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cuflash, "attention", interrupt)
+    assert "error: interrupted" in complaint(capsys, run(), expected_code=130)
+
+
 def test_gpu_that_is_not_there_is_refused(files, monkeypatch, capsys):
     monkeypatch.setattr(machine, "why_no_gpu", lambda: "no NVIDIA driver is installed")
     assert "--device gpu: no NVIDIA driver is installed" in complaint(capsys, run("--device", "gpu"))

@@ -85,7 +85,8 @@ def served_call(case: Case) -> dict[str, Any]:
 
 def check(case: Case, config: BackwardWgmmaConfig, schedule: Schedule | None = None, blocks: int = 2) -> None:
     call = served_call(case)
-    results = gradients(call, case.options, config, schedule or pick(ADVERSARIES, case.id), blocks=blocks)
+    schedule = schedule or pick(ADVERSARIES, case.id)
+    results = gradients(call, case.options, config, schedule, blocks=blocks, return_dbias="bias" in call)
     gold_backward.expect(**call, **case.options).check(*results)
 
 

@@ -135,6 +135,44 @@ def test_errors_are_those_of_cuflash_attention():
         attention(q, k, v, softcap=-1.0)
 
 
+X = torch.randn(2, 5, 3)
+REFUSED = {
+    "k on meta": ({"k": X.to("meta")}, "one device, got q on cpu and k on meta"),
+    "mask on meta": ({"mask": torch.ones(5, 5, dtype=torch.bool, device="meta")}, "q on cpu and mask on meta"),
+    "NumPy": ({"v": X.numpy()}, "v must be a Tensor, got ndarray"),
+    "lengths in a list": ({"kv_lengths": [3]}, "kv_lengths must be a Tensor, got list"),
+    "bias of a number": ({"bias": 1.0}, "bias must be a Tensor, got float"),
+    "causal of 2": ({"causal": 2}, "causal must be False, True"),
+    "causal of nothing": ({"causal": ""}, "causal must be False, True"),
+    "scale of True": ({"scale": True}, "scale must be a real number"),
+    "scale of a word": ({"scale": "a"}, "scale must be a real number"),
+    "scale beyond floats": ({"scale": 10**400}, "scale must be a finite"),
+    "softcap of True": ({"softcap": True}, "softcap must be a positive number"),
+    "window of one": ({"window": 3}, "window must be a pair"),
+    "window of three": ({"window": (1, 2, 3)}, "window must be a pair"),
+    "window of halves": ({"window": (1.5, None)}, "window left must be an integer"),
+    "no layout": ({"layout": None}, "layout must be one of"),
+}
+
+
+@pytest.mark.parametrize(("given", "message"), REFUSED.values(), ids=REFUSED)
+def test_arguments_are_refused_as_by_cuflash_attention(given, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        attention(**{"q": X, "k": X, "v": X} | given)
+
+
+def test_a_window_wider_than_any_sequence_is_none():
+    assert torch.equal(attention(X, X, X, window=(10**30, None)), attention(X, X, X))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # PyTorch's own, of its first jvp
+def test_forward_mode_derivatives_are_refused():
+    with pytest.raises(TypeError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda x: attention(x, X, X), (X,), (X,))
+    with pytest.raises(TypeError, match="no forward-mode derivative"):
+        torch.func.jacfwd(lambda x: attention(x, X, X))(X)
+
+
 def test_training_one_head_lowers_the_loss():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 1, 12, 8, generator=generator)
