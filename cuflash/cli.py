@@ -264,6 +264,10 @@ def import_command(options: argparse.Namespace) -> int:
         taken, kept, refused = cache.import_winners(options.file, options.site, options.overwrite)
     except ValueError as error:
         raise UsageError(f"{options.file}: {error}") from error
+    except OSError as error:
+        if error.filename is None or Path(error.filename) != options.file:
+            raise
+        raise UsageError(str(error)) from error
     print(f"{taken} taken over, {kept} no better than what was there, {refused} not legal")
     return FAILED if refused else 0
 

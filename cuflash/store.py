@@ -191,11 +191,14 @@ def _parse(text: bytes) -> Any:
 def _read(path: Path) -> tuple[bytes, tuple[int, int]]:
     """What a regular file holds, and which file that was."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(file.fileno())
+    try:
+        status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_size > MOST_BYTES:
             raise Foreign(f"it must be a regular file of at most {MOST_BYTES} bytes")
-        return file.read(), (status.st_dev, status.st_ino)
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read(), (status.st_dev, status.st_ino)
+    finally:
+        os.close(descriptor)
 
 
 def _set_aside(path: Path, identity: tuple[int, int]) -> None:

@@ -130,6 +130,14 @@ def test_import_of_what_is_no_export_says_so(user, file, capsys, text):
     assert f"cuflash cache import: error: {file}: " in error
 
 
+@pytest.mark.parametrize(("name", "message"), [("", "it must be a regular file"), ("no.json", "No such file")])
+def test_import_of_what_is_no_file_says_so(folders, capsys, name, message):
+    code, _, error = run(capsys, "import", folders / name)
+    assert code == 2
+    assert message in error
+    assert str(folders / name) in error
+
+
 def test_import_that_can_keep_nothing_fails(file, capsys, monkeypatch):
     write_collection(file, [make_winner()])
     monkeypatch.setattr(tuned, "_write", lambda winner: None)
