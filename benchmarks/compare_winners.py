@@ -1,7 +1,7 @@
 """How well two independent tuning runs agree: what each found, timed in turn with the default.
 
-CUFLASH_CACHE_DIR=/tmp/a cuflash tune --preset llm && CUFLASH_CACHE_DIR=/tmp/a cuflash cache export a.json
-CUFLASH_CACHE_DIR=/tmp/b cuflash tune --preset llm --seed 7 && CUFLASH_CACHE_DIR=/tmp/b cuflash cache export b.json
+CUFLASH_CACHE_DIR=$PWD/a cuflash tune --preset llm && CUFLASH_CACHE_DIR=$PWD/a cuflash cache export a.json
+CUFLASH_CACHE_DIR=$PWD/b cuflash tune --preset llm --seed 7 && CUFLASH_CACHE_DIR=$PWD/b cuflash cache export b.json
 python benchmarks/compare_winners.py a.json b.json [--rounds 50] [--budget 120]
 
 Bars: no winner slower than the default by more than 1 %, and the two within 1 % of each other on 95 % of the workloads.
