@@ -60,7 +60,7 @@ __device__ __forceinline__ TanhWithSlope<float> tanh_with_slope(float x) {
     return {value, (1 - value) * (1 + value)};
   }
   const float e = exp2_of(kTwiceLog2E * x), per_sum = rcp_approx_ftz(1 + e);
-  return {1 - 2 * per_sum, 4 * per_sum * fminf(e * per_sum, 1)};  // 0 times an infinity is less than 1
+  return {1 - 2 * per_sum, 4 * per_sum * fminf(e * per_sum, 1)};  // fminf: 0 times an infinity, a NaN, counts as 1
 }
 __device__ __forceinline__ TanhWithSlope<double> tanh_with_slope(double x) {
   const double e = exp(-2 * fabs(x));
