@@ -16,10 +16,10 @@ PREAMBLE = """\
 
 // D = A B, plus D if `accumulate`; A and B in shared memory, the columns of both contiguous there
 template <i32 n> __device__ __forceinline__ void wgmma_ss(float* d, u64 a, u64 b, bool accumulate);
-// The same without D, which so need not exist before
+// Without D, which so need not exist before
 template <i32 n> __device__ __forceinline__ void wgmma_ss_first(float* d, u64 a, u64 b);
-// D += A B; A in four registers, B in shared memory with its rows contiguous
-template <i32 n> __device__ __forceinline__ void wgmma_rs(float* d, const u32* a, u64 b);
+// D = A B, plus D if `accumulate`; A in four registers, B in shared memory with its rows contiguous
+template <i32 n> __device__ __forceinline__ void wgmma_rs(float* d, const u32* a, u64 b, bool accumulate = true);
 // D += A^T B, and without D; A and B in shared memory, the rows of both contiguous there
 template <i32 n> __device__ __forceinline__ void wgmma_ts(float* d, u64 a, u64 b);
 template <i32 n> __device__ __forceinline__ void wgmma_ts_first(float* d, u64 a, u64 b);
@@ -43,11 +43,13 @@ template <> __device__ __forceinline__ void wgmma_ss_first<{n}>(float* d, u64 a,
 }}
 """,
     "wgmma_rs": """
-template <> __device__ __forceinline__ void wgmma_rs<{n}>(float* d, const u32* a, u64 b) {{
+template <> __device__ __forceinline__ void wgmma_rs<{n}>(float* d, const u32* a, u64 b, bool accumulate) {{
   asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{type}.{type} {{{d}}}, {{%{0}, %{1}, %{2}, %{3}}}, %{4}, 1, 1, 1, 1;"
+      "{{\\n.reg .pred p;\\nsetp.ne.b32 p, %{5}, 0;\\n"
+      "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{type}.{type} "
+      "{{{d}}}, {{%{0}, %{1}, %{2}, %{3}}}, %{4}, p, 1, 1, 1;\\n}}"
       : {in_out}
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<u32>(accumulate)));
 }}
 """,
     "wgmma_ts": """
@@ -79,7 +81,7 @@ def wgmma_header(dtype: str, shapes: Mapping[str, Iterable[int]]) -> str:
             return ", ".join(f'"{constraint}"(d[{i}])' for i in registers)
 
         return FORMS[form].format(
-            *range(n // 2, n // 2 + 5),
+            *range(n // 2, n // 2 + 6),
             n=n,
             type=PTX_TYPES[dtype],
             d=", ".join(f"%{i}" for i in registers),

@@ -171,19 +171,23 @@ __device__ __forceinline__ void produce(const WgmmaParams& a, const Shared& shar
 }
 
 // ---- a consumer warpgroup ----
+enum class Reference { kFirstMaximum, kMaximum, kTrusted };  // by which a tile is weighed (wgmma_softmax.cuh)
+
 struct Consumer {
   const WgmmaParams& a;
   const Shared& shared;
   const i32 warpgroup, warp, lane;
   const float c;
+  const bool q_takes_sign = kFolded && __double_as_longlong(a.p.scale_log2) <= 0;  // by its bits: to compare doubles takes long
 
   Ring<kStages> k_ring, v_ring;
   Ring<kQStages> q_ring;
   RowWork work = {};  // rows.row0: this lane's first row
   i32 j;              // the key tile at hand
 
-  float s[kSRegisters], o[kORegisters];
+  float s[kSRegisters], o[kORegisters], sum[2];
   u32 p[kPRegisters];
+  bool o_has_products = false;
   Rows rows;
 
   __device__ __forceinline__ Consumer(const WgmmaParams& a, const Shared& shared, i32 warpgroup)
@@ -212,7 +216,7 @@ struct Consumer {
     work = next;
     work.rows.row0 += 16 * warp + lane / 4;
     j = work.tiles.end - 1;
-    if (kFolded && a.p.scale_log2 <= 0) scale_q(a.p.scale_log2 < 0 ? -1.0f : 0.0f);
+    if (q_takes_sign) scale_q(a.p.scale_log2 < 0 ? -1.0f : 0.0f);
     return true;
   }
   __device__ __forceinline__ Visibility visible() const { return visibility(a.p, work.rows.batch, work.rows.head); }
@@ -237,7 +241,7 @@ struct Consumer {
   }
 
   // From the dot products with the keys of the tile at hand, from its key `key` on
-  template <bool kMayBeCut, i32 n> __device__ __forceinline__ void finish_scores_of_tile(float (&s)[n], i32 key) const {
+  template <bool kMayBeCut, i32 n> __device__ __forceinline__ void finish_scores_of_tile(float (&s)[n], i32 key, i32 j) const {
     const Scores score = scores(a.p, work.rows.batch, work.rows.head);
     const i32 key0 = j * kBc + key + 2 * (lane % 4);
     if (kMayBeCut && !work.tiles.whole(j))
@@ -247,61 +251,47 @@ struct Consumer {
   }
 
   // S_j = Q K_j^T, then its softmax, while O += P V of the tile before runs, if there is one (kPending): if K_j is the first of its
-  // rows (kFirst), that is the last product of the rows before, whose O is stored.
-  template <bool kFirst, bool kPending> __device__ __forceinline__ void step(const RowTile& rows_before) {
-    constexpr bool kMayBeCut = kFirst || kPassesOver || kMask;
+  // rows (kFirst), that is the last product of the rows before, whose O is stored. Returns whether a reference was outgrown, so that
+  // `repair` must follow.
+  template <Reference kReference, bool kPending> __device__ __forceinline__ bool step(const RowTile& rows_before) {
+    constexpr bool kFirst = kReference == Reference::kFirstMaximum;
+    constexpr bool kFromTheRight = kReference != Reference::kTrusted;  // no tile that was seen whole has come before
+    constexpr bool kMayBeCut = kFirst || kMask || kLeft || (kRight && kFromTheRight);
 
     mbarrier_wait(shared.full_k(k_ring.slot), k_ring.parity);
     begin_turn();
     wgmma_fence();
     issue_q_k(s, shared.q(q_ring.slot, warpgroup), shared.k(k_ring.slot));
-    if constexpr (kPending) {
-      mbarrier_wait(shared.full_v(v_ring.slot), v_ring.parity);
-      wgmma_fence();
-      issue_p_v(o, p, shared.v(v_ring.slot));
-    }
+    if constexpr (kPending) issue_p_v();
     end_turn();
 
+    float per_l[2];
+    if constexpr (kFirst && kPending) end_rows(a.p, rows, rows_before, lane, c, per_l);
+    if constexpr (kFirst) rows = Rows{};
     wgmma_wait_group<kPending ? 1 : 0>();
     pin(s);
     arrive(shared.empty_k(k_ring.slot));
     mbarrier_arrive_if(shared.empty_q(q_ring.slot, warpgroup), lane == 0 && j == work.tiles.first);
-    const Rows done = rows;
-    if constexpr (kFirst) rows = Rows{};
-    finish_scores_of_tile<kMayBeCut>(s, 0);
-    float offset[2] = {rows.m[0] * c, rows.m[1] * c}, factor[2], sum[2];
+    finish_scores_of_tile<kMayBeCut>(s, 0, j);
+    float offset[2] = {rows.m[0] * c, rows.m[1] * c}, factor[2];
     bool raised = false;
     if constexpr (kFirst)
       rows.begin(s, c, offset);
-    else if (!rows.speculates)
+    else if constexpr (kReference == Reference::kMaximum)
       raised = rows.raise(s, c, offset, factor);
     Rows::weigh(s, c, offset, sum);
 
     if constexpr (kPending) {
+      if constexpr (kFirst) pin(s);  // the weights before the wait
       wgmma_wait_group<0>();
       pin(o);
       arrive(shared.empty_v(v_ring.slot));
       v_ring.advance();
     }
-    if constexpr (kFirst) {
-      if constexpr (kPending) store(done, rows_before);
-#pragma unroll
-      for (i32 i = 0; i < kORegisters; ++i) o[i] = 0;
-      pack_p(p, s);
-    } else {
-      pack_p(p, s);
-      if (raised) Rows::rescale(o, factor);
-    }
-    if constexpr (kSpeculative && !kFirst)
-      if (rows.may_be_outgrown(sum))
-        rows.repair(s, sum, p, o, c, [&](float (&part)[kPartKeys / 2], i32 key) {
-          multiply_q_k_again(part, a.p, work.rows, j * kBc + key, lane);
-          if (kFolded && a.p.scale_log2 < 0)  // as Q had it
-            for (float& x : part) x = -x;
-          finish_scores_of_tile<kMayBeCut>(part, key);
-        });
-    rows.add(sum);
-    if (kSpeculative && !rows.speculates && work.tiles.whole(j)) rows.decide_on_trust();
+    if constexpr (kFirst && kPending) store(per_l, rows_before);
+    if constexpr (kFirst) o_has_products = false;
+    pack_p(p, s);
+    if (raised) Rows::rescale(o, factor);
     if (kKvLengths && kFirst) {
       const i32 live_rows = visible().key_length - j * kBc;
       if (live_rows < kBc) clear_v_beyond(live_rows);
@@ -309,21 +299,45 @@ struct Consumer {
     if (j == work.tiles.first) q_ring.advance();
     k_ring.advance();
     --j;
+    if (kSpeculative && !kFirst && rows.may_be_outgrown(sum)) return true;
+    rows.add(sum);
+    return false;
+  }
+
+  // The last step's softmax again, where references were too small for it
+  __device__ __forceinline__ void repair() {
+    rows.repair(s, sum, p, o, c, [&](float (&part)[kPartKeys / 2], i32 key) {
+      multiply_q_k_again(part, a.p, work.rows, (j + 1) * kBc + key, lane);
+      if (kFolded && a.p.scale_log2 < 0)  // as Q had it
+        for (float& x : part) x = -x;
+      finish_scores_of_tile<kPassesOver || kMask>(part, key, j + 1);
+    });
+    rows.add(sum);
+  }
+  // After a step
+  __device__ __forceinline__ void decide_on_trust() {
+    if (kSpeculative && !rows.speculates && work.tiles.whole(j + 1)) rows.decide_on_trust();
   }
 
   // O += P V of the last tile, where nothing can run beside it, and the end of its rows
   __device__ __forceinline__ void finish_rows(const RowTile& of) {
-    mbarrier_wait(shared.full_v(v_ring.slot), v_ring.parity);
-    wgmma_fence();
-    issue_p_v(o, p, shared.v(v_ring.slot));
+    issue_p_v();
+    float per_l[2];
+    end_rows(a.p, rows, of, lane, c, per_l);
     wgmma_wait_group<0>();
     pin(o);
     arrive(shared.empty_v(v_ring.slot));
     v_ring.advance();
-    store(rows, of);
+    store(per_l, of);
   }
-  __device__ __forceinline__ void store(const Rows& done, const RowTile& of) {
-    store_rows(a.p, o, done, of, shared.stage(warpgroup, warp), lane, c);
+  __device__ __forceinline__ void issue_p_v() {
+    mbarrier_wait(shared.full_v(v_ring.slot), v_ring.parity);
+    wgmma_fence();
+    ::issue_p_v(o, p, shared.v(v_ring.slot), o_has_products);
+    o_has_products = true;
+  }
+  __device__ __forceinline__ void store(const float (&per_l)[2], const RowTile& of) {
+    store_rows(a.p, o, per_l, of, shared.stage(warpgroup, warp), lane);
   }
   __device__ __forceinline__ void pass_over(i32 count) {
     for (; count > 0; --count) {
@@ -353,11 +367,23 @@ struct Consumer {
         pass_over(work.passed_over);
       }
       if (pending)
-        step<true, true>(rows_before);
+        step<Reference::kFirstMaximum, true>(rows_before);
       else
-        step<true, false>(rows_before);
+        step<Reference::kFirstMaximum, false>(rows_before);
+      decide_on_trust();
 #pragma unroll 1
-      while (j >= work.tiles.first) step<false, true>(rows_before);
+      while (j >= work.tiles.first) {
+        bool outgrown;
+        if (rows.speculates) {
+#pragma unroll 1
+          do outgrown = step<Reference::kTrusted, true>(rows_before);
+          while (!outgrown && j >= work.tiles.first);
+        } else {
+          outgrown = step<Reference::kMaximum, true>(rows_before);
+        }
+        if (outgrown) repair();
+        decide_on_trust();
+      }
       pending = true;
       if (kLeft && work.passed_over_behind > 0) {
         finish_rows(work.rows);

@@ -89,23 +89,23 @@ struct Rows {
   __device__ __forceinline__ bool trusts(i32 row) const { return kSpeculative && checked_from[row] != kInfinity; }
 
   // As long as c m is small, it is subtracted by the FFMA that multiplies by c; else m is, before.
-  __device__ __forceinline__ bool is_near(i32 row, float c) const { return fabsf(m[row] * c) < kFar; }
-  __device__ __forceinline__ float offset(i32 row, float c) const { return is_near(row, c) ? m[row] * c : 0; }
-  __device__ __forceinline__ float shift(i32 row, float c) const { return is_near(row, c) || m[row] == -kInfinity ? 0 : m[row]; }
+  static __device__ __forceinline__ bool is_near(float m, float c) { return fabsf(m * c) < kFar; }
+  static __device__ __forceinline__ float offset(float m, float c) { return is_near(m, c) ? m * c : 0; }
+  static __device__ __forceinline__ float shift(float m, float c) { return is_near(m, c) || m == -kInfinity ? 0 : m; }
 
   // A far reference is no guess that is worth trusting.
   __device__ __forceinline__ void note_if_far(i32 row, float c) {
-    if (m[row] != -kInfinity && !is_near(row, c)) repairs_left[row] = 0;
+    if (m[row] != -kInfinity && !is_near(m[row], c)) repairs_left[row] = 0;
   }
   // Moves a row's reference; returns the factor by which what was summed so far must be multiplied.
   __device__ __forceinline__ float move(i32 row, float to, float c) {
     const bool first = m[row] == -kInfinity;  // nothing was summed
-    const float old_offset = offset(row, c), old_shift = shift(row, c);
+    const float old_offset = offset(m[row], c), old_shift = shift(m[row], c);
     m[row] = to;
     note_if_far(row, c);
-    return first ? 1 : exp2_of(fmaf(old_shift - shift(row, c), c, old_offset - offset(row, c)));
+    return first ? 1 : exp2_of(fmaf(old_shift - shift(m[row], c), c, old_offset - offset(m[row], c)));
   }
-  __device__ __forceinline__ void vote_on_near(float c) { all_near = !__any_sync(0xffffffff, shift(0, c) != 0 || shift(1, c) != 0); }
+  __device__ __forceinline__ void vote_on_near(float c) { all_near = !__any_sync(0xffffffff, shift(m[0], c) != 0 || shift(m[1], c) != 0); }
   // After a tile that all rows saw whole
   __device__ __forceinline__ void decide_on_trust() {
 #pragma unroll
@@ -129,7 +129,7 @@ struct Rows {
     vote_on_near(c);
     if (!all_near) subtract_shift(s, c);
 #pragma unroll
-    for (i32 r = 0; r < 2; ++r) offset_of[r] = offset(r, c);
+    for (i32 r = 0; r < 2; ++r) offset_of[r] = offset(m[r], c);
   }
 
   // Brings the rows that do not trust their references up to the maximum of the tile, and c (s - m) to c s - `offset`. Returns whether O
@@ -163,11 +163,11 @@ struct Rows {
     vote_on_near(c);
     if (!all_near) subtract_shift(s, c);
 #pragma unroll
-    for (i32 r = 0; r < 2; ++r) offset_of[r] = offset(r, c);
+    for (i32 r = 0; r < 2; ++r) offset_of[r] = offset(m[r], c);
     return raised;
   }
   template <i32 n> __device__ __forceinline__ void subtract_shift(float (&s)[n], float c) const {
-    const float of_row[2] = {shift(0, c), shift(1, c)};
+    const float of_row[2] = {shift(m[0], c), shift(m[1], c)};
 #pragma unroll
     for (i32 i = 0; i < n; ++i) s[i] -= of_row[row_of_s(i)];
   }
@@ -245,7 +245,7 @@ struct Rows {
         float sum_of_part[2];
         scores_again(part, key);
         subtract_shift(part, c);
-        weigh(part, c, {offset(0, c), offset(1, c)}, sum_of_part);
+        weigh(part, c, {offset(m[0], c), offset(m[1], c)}, sum_of_part);
 #pragma unroll
         for (i32 r = 0; r < 2; ++r)
           if (lost[r]) sum[r] += sum_of_part[r];
@@ -266,7 +266,7 @@ struct Rows {
     for (i32 i = 0; i < kORegisters; ++i) o[i] *= factor[row_of_s(i)];
   }
 
-  __device__ __forceinline__ Lse log_sum_exp(i32 row, float row_sum, float c) const {
-    return fmaf(shift(row, c), c, offset(row, c)) * static_cast<Lse>(kLn2) + log_of(row_sum);
+  static __device__ __forceinline__ Lse log_sum_exp(float m, float l, float c) {
+    return fmaf(shift(m, c), c, offset(m, c)) * static_cast<Lse>(kLn2) + log_of(l);
   }
 };

@@ -32,29 +32,30 @@ __device__ __forceinline__ void store_staged(Element* rows, i64 stride, i32 live
   }
 }
 
-// O / l and LSE of the rows of a warp; of.row0 and of.row0 + 8 are the lane's. Rows beyond the live ones, and rows that saw no key, are 0
-// and -inf.
-__device__ __forceinline__ void store_rows(const Params& p, float (&o)[kORegisters], const Rows& rows, const RowTile& of, u8* stage, i32 lane,
-                                           float c) {
-  const i32 query_length = visibility(p, of.batch, of.head).query_length, first_row = of.row0 - lane / 4;
-  float per_l[2];
-  bool empty[2];
+// Writes LSE of rows whose last weights are known, and returns 1 / l of the lane's two, of.row0 and of.row0 + 8. Rows beyond the live ones, and
+// rows that saw no key, are empty: -inf and 0.
+__device__ __forceinline__ void end_rows(const Params& p, const Rows& rows, const RowTile& of, i32 lane, float c, float (&per_l)[2]) {
+  const i32 query_length = visibility(p, of.batch, of.head).query_length;
+  float l[2];
 #pragma unroll
   for (i32 r = 0; r < 2; ++r) {
-    const i32 row = of.row0 + 8 * r;
-    const float l = sum_over_quad(rows.l[r]);
-    empty[r] = row >= query_length || l == 0;
-    per_l[r] = rcp_approx_ftz(l);
-    if (p.lse != nullptr && lane % 4 == 0 && row < p.n_q)
-      p.lse[(static_cast<i64>(of.batch) * p.heads + of.head) * p.n_q + row] =
-          empty[r] ? -static_cast<Lse>(kInfinity) : rows.log_sum_exp(r, l, c);
+    l[r] = sum_over_quad(rows.l[r]);
+    per_l[r] = of.row0 + 8 * r >= query_length || l[r] == 0 ? 0 : rcp_approx_ftz(l[r]);
   }
-  if (__any_sync(0xffffffff, empty[0] || empty[1])) {
+  const i32 r = lane % 4, row = of.row0 + 8 * r;  // the first two of the four lanes that share rows write one each
+  if (p.lse != nullptr && r < 2 && row < p.n_q)
+    p.lse[(static_cast<i64>(of.batch) * p.heads + of.head) * p.n_q + row] =
+        (r == 0 ? per_l[0] : per_l[1]) == 0 ? -static_cast<Lse>(kInfinity) : Rows::log_sum_exp(r == 0 ? rows.m[0] : rows.m[1], r == 0 ? l[0] : l[1], c);
+}
+
+// O / l, and 0 for an empty row, whatever was in O
+__device__ __forceinline__ void store_rows(const Params& p, float (&o)[kORegisters], const float (&per_l)[2], const RowTile& of, u8* stage,
+                                           i32 lane) {
+  if (__any_sync(0xffffffff, per_l[0] == 0 || per_l[1] == 0)) {
 #pragma unroll
-    for (i32 r = 0; r < 2; ++r) per_l[r] = empty[r] ? 0 : per_l[r];
-#pragma unroll
-    for (i32 i = 0; i < kORegisters; ++i) o[i] = empty[row_of_s(i)] ? 0 : o[i];
+    for (i32 i = 0; i < kORegisters; ++i) o[i] = per_l[row_of_s(i)] == 0 ? 0 : o[i];
   }
+  const i32 first_row = of.row0 - lane / 4;
   Element* const out = p.out + of.batch * p.out_batch + of.head * p.out_head + first_row * p.out_row;
   store_staged<kDv>(out, p.out_row, p.n_q - first_row, p.d_v, o, per_l, stage, lane);
 }

@@ -20,10 +20,11 @@ __device__ __forceinline__ void issue_q_k(float (&s)[kSRegisters], u32 q, u32 k)
     wgmma_ss<kBc>(s, a + in_units(QTile::column_step(step)), b + in_units(KTile::column_step(step)), step > 0);
   wgmma_commit_group();
 }
-__device__ __forceinline__ void issue_p_v(float (&o)[kORegisters], const u32 (&p)[kPRegisters], u32 v) {
+// O = P V, plus O if `accumulate`
+__device__ __forceinline__ void issue_p_v(float (&o)[kORegisters], const u32 (&p)[kPRegisters], u32 v, bool accumulate) {
   const u64 b = column_operand(v, VTile::kPanelBytes);
 #pragma unroll
-  for (i32 step = 0; step < kBc / kStep; ++step) wgmma_rs<kDv>(o, p + 4 * step, b + in_units(VTile::row_step(step)));
+  for (i32 step = 0; step < kBc / kStep; ++step) wgmma_rs<kDv>(o, p + 4 * step, b + in_units(VTile::row_step(step)), accumulate || step > 0);
   wgmma_commit_group();
 }
 

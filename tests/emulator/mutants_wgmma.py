@@ -38,11 +38,9 @@ PANELS, RING = "wgmma_panels.cuh", "wgmma_ring.cuh"
 WAIT_FOR_S = "    wgmma_wait_group<kPending ? 1 : 0>();\n    pin(s);\n"
 WAIT_FOR_O = "      wgmma_wait_group<0>();\n      pin(o);\n"
 RELEASE_K = "    arrive(shared.empty_k(k_ring.slot));\n    mbarrier_arrive_if(shared.empty_q"
-RELEASE_V = (
-    "    if constexpr (kPending) {\n      arrive(shared.empty_v(v_ring.slot));\n"  # where that no longer stands before
-)
+PIN_S = "      if constexpr (kFirst) pin(s);  // the weights before the wait\n"
+RELEASE_V = PIN_S + "      arrive(shared.empty_v(v_ring.slot));\n"  # where WAIT_FOR_O no longer stands between
 TELL_ROWS = "      *shared.row_work(q_ring.slot, w) = work;\n"
-REPAIR = "      if (rows.may_be_outgrown(sum))\n"
 MUTANTS = [
     # ---- tiles that are released too early, or read too early ----
     Mutant(
@@ -76,8 +74,8 @@ MUTANTS = [
     Mutant(
         "v-read-before-it-came",
         KERNEL,
-        "      mbarrier_wait(shared.full_v(v_ring.slot), v_ring.parity);\n      wgmma_fence",
-        "      wgmma_fence",
+        "    mbarrier_wait(shared.full_v(v_ring.slot), v_ring.parity);\n    wgmma_fence",
+        "    wgmma_fence",
         ("plain",),
     ),
     Mutant(
@@ -132,7 +130,7 @@ MUTANTS = [
     ),
     # ---- wgmma ----
     Mutant("no-fence-before-s", KERNEL, "    begin_turn();\n    wgmma_fence();\n", "    begin_turn();\n", ("plain",)),
-    Mutant("s-not-committed", TILE, "step > 0);\n  wgmma_commit_group();\n", "step > 0);\n", ("plain",)),
+    Mutant("s-not-committed", TILE, ", step > 0);\n  wgmma_commit_group();\n", ", step > 0);\n", ("plain",)),
     Mutant("s-not-waited-for", KERNEL, WAIT_FOR_S, "", ("plain",)),
     Mutant("o-not-waited-for", KERNEL, WAIT_FOR_O, "", ("plain",)),
     Mutant("p-replaced-in-flight", KERNEL, WAIT_FOR_O, "      pack_p(p, s);\n" + WAIT_FOR_O, ("plain",)),
@@ -178,7 +176,9 @@ MUTANTS = [
     Mutant(
         "l-not-rescaled", SOFTMAX, "m[r] = to[r];\n        l[r] *= factor[r];\n", "m[r] = to[r];\n", ("rising-by-care",)
     ),
-    Mutant("never-repaired", KERNEL, "if (rows.may_be_outgrown(sum))", "if (false)", ("rising",)),
+    Mutant("o-of-the-rows-before", KERNEL, "    if constexpr (kFirst) o_has_products = false;\n", "", ("plain",)),
+    Mutant("last-product-alone", KERNEL, "    o_has_products = true;\n", "", ("plain",)),
+    Mutant("never-repaired", KERNEL, "!kFirst && rows.may_be_outgrown(sum)", "false", ("rising",)),
     Mutant(
         "lost-scores-not-recomputed",
         SOFTMAX,
@@ -186,10 +186,10 @@ MUTANTS = [
         "if (false)",
         ("soaring",),
     ),
-    Mutant("lost-scores-of-other-keys", KERNEL, "j * kBc + key, lane)", "j * kBc, lane)", ("soaring",)),
+    Mutant("lost-scores-of-other-keys", KERNEL, "(j + 1) * kBc + key, lane)", "(j + 1) * kBc, lane)", ("soaring",)),
     Mutant("lost-scores-of-other-rows", TILE, "of.row0 + 8 * (i % 2)", "of.row0", ("soaring",)),
     Mutant("lost-scores-of-the-other-sign", KERNEL, "a.p.scale_log2 < 0)  // as", "false)  // as", ("soaring",)),
-    Mutant("coarse-reference", SOFTMAX, "fabsf(m[row] * c) < kFar", "fabsf(m[row] * c) < 1e30f", ("hot",)),
+    Mutant("coarse-reference", SOFTMAX, "fabsf(m * c) < kFar", "fabsf(m * c) < 1e30f", ("hot",)),
     Mutant("l-of-one-lane", STORE, "sum_over_quad(rows.l[r])", "rows.l[r]", ("plain",)),
     Mutant("lse-of-base-2", SOFTMAX, " * static_cast<Lse>(kLn2) + log_of", " + log_of", ("plain",)),
     Mutant("rows-beyond-the-end-written", STORE, "row < live_rows && (panel", "(panel", ("plain",)),

@@ -16,8 +16,8 @@ template <i32 n> EMULATOR_INLINE void wgmma_ss(float* d, u64 a, u64 b, bool accu
 template <i32 n> EMULATOR_INLINE void wgmma_ss_first(float* d, u64 a, u64 b, emulator::Site site = emulator::here()) {
   emulator::multiply(d, nullptr, a, b, n, false, false, false, site);
 }
-template <i32 n> EMULATOR_INLINE void wgmma_rs(float* d, const u32* a, u64 b, emulator::Site site = emulator::here()) {
-  emulator::multiply(d, a, 0, b, n, true, false, true, site);
+template <i32 n> EMULATOR_INLINE void wgmma_rs(float* d, const u32* a, u64 b, bool accumulate = true, emulator::Site site = emulator::here()) {
+  emulator::multiply(d, a, 0, b, n, accumulate, false, true, site);
 }
 template <i32 n> EMULATOR_INLINE void wgmma_ts(float* d, u64 a, u64 b, emulator::Site site = emulator::here()) {
   emulator::multiply(d, nullptr, a, b, n, true, true, true, site);
