@@ -67,39 +67,48 @@ SIMT_DEFAULTS = {
 class MmaDefault:
     """A tile configuration of the tensor-core family, and the specs that it is a default for.
 
-    `most_features` is how many of mask, bias and softcap it has registers for, and `bias` whether that may be one of
-    them; from compute capability `below` on, the compiler needs more registers, and it is none.
+    `most_features` is how many of `features` it has registers for; from compute capability `below` on, the compiler
+    needs more registers, and it is none. One that is `crowded` leaves so few that the compiler may keep addresses, 64
+    bytes at most, in local memory, and read them once or twice a tile: it was timed to be faster all the same. It
+    serves aligned rows, on GPUs of which a multiprocessor holds ENOUGH_WARPS of it.
     """
 
     max_head_dim: int
     most_features: int
     config: MmaConfig
     below: tuple[int, int] = (99, 0)
-    bias: bool = True
+    features: tuple[str, ...] = ("mask", "bias", "softcap")
+    crowded: bool = False
 
     def serves(self, spec: Spec, device: DeviceInfo) -> bool:
         """Whether `spec` is one of them."""
-        if device.compute_capability >= self.below or (spec.bias is not None and not self.bias):
+        used = {name for name in ("mask", "bias", "softcap") if getattr(spec, name)}
+        if max(spec.d, spec.d_v) > self.max_head_dim or len(used) > self.most_features or used - set(self.features):
             return False
-        features = sum((spec.mask, spec.bias is not None, spec.softcap))
-        return max(spec.d, spec.d_v) <= self.max_head_dim and features <= self.most_features
+        if self.crowded and not (spec.aligned and self.config.resident_warps(spec, device) >= ENOUGH_WARPS):
+            return False
+        return device.compute_capability < self.below
 
 
 BLACKWELL = (10, 0)
+ENOUGH_WARPS = 8
 
 # Tiles of the tensor-core family in order of preference, by bytes of an element. The default is the first legal one of
 # which a multiprocessor holds ENOUGH_WARPS, so that one warp's softmax runs under another's products; else the first.
-# On GPUs where none was timed, the cost model may prefer another, or the same with one stage or two. A warp of 32 rows
-# reads K and V half as often from shared memory as one with 16, and has no registers to spare. The last ones are for
-# GPUs with less shared memory, and for sm_75. Order: benchmarks/forward_mma.py.
+# On GPUs where none was timed, the cost model may prefer another that is not crowded, with one stage or two. A warp of
+# 32 rows reads K and V half as often from shared memory as one with 16, and has no registers to spare. The last ones
+# are for GPUs with less shared memory, and for sm_75. Order: benchmarks/forward_mma.py.
 MMA_DEFAULTS = {
     2: (
         MmaDefault(64, 0, MmaConfig(b_r=128, b_c=64, warps=4, q_in_registers=True, swizzle=True)),
         MmaDefault(64, 2, MmaConfig(b_r=128, b_c=64, warps=4, swizzle=True)),
         MmaDefault(96, 0, MmaConfig(b_r=128, b_c=64, warps=4)),
         MmaDefault(96, 2, MmaConfig(b_r=128, b_c=32, warps=4)),
+        MmaDefault(128, 0, MmaConfig(b_r=128, b_c=64, warps=4, stages=1, swizzle=True), crowded=True),
         MmaDefault(128, 0, MmaConfig(b_r=128, b_c=48, warps=4), below=BLACKWELL),
-        MmaDefault(128, 1, MmaConfig(b_r=128, b_c=32, warps=4, swizzle=True), bias=False),
+        MmaDefault(128, 1, MmaConfig(b_r=128, b_c=64, warps=4, swizzle=True), BLACKWELL, ("softcap",), crowded=True),
+        MmaDefault(128, 1, MmaConfig(b_r=128, b_c=32, warps=4, swizzle=True), features=("bias",), crowded=True),
+        MmaDefault(128, 1, MmaConfig(b_r=128, b_c=32, warps=4, swizzle=True), features=("mask", "softcap")),
         MmaDefault(128, 1, MmaConfig(b_r=128, b_c=32, warps=4, stages=1, swizzle=True)),
         MmaDefault(128, 3, MmaConfig(b_r=128, b_c=64, warps=8, swizzle=True)),
         MmaDefault(128, 3, MmaConfig(b_r=64, b_c=64, warps=4, stages=1, swizzle=True)),
@@ -110,6 +119,8 @@ MMA_DEFAULTS = {
         MmaDefault(256, 3, MmaConfig(b_r=64, b_c=16, warps=4, stages=1, swizzle=True, mma_k=8, async_copy=False)),
     ),
     4: (
+        MmaDefault(64, 0, MmaConfig(b_r=128, b_c=64, warps=4, stages=1, mma_k=8), crowded=True),
+        MmaDefault(128, 0, MmaConfig(b_r=64, b_c=64, warps=4, stages=1, mma_k=8), crowded=True),
         MmaDefault(128, 3, MmaConfig(b_r=64, b_c=32, warps=4, stages=1, min_blocks=2, mma_k=8)),
         MmaDefault(256, 3, MmaConfig(b_r=64, b_c=16, warps=4, mma_k=8)),
         MmaDefault(256, 3, MmaConfig(b_r=32, b_c=16, warps=2, stages=1, mma_k=8)),
@@ -119,23 +130,31 @@ MMA_DEFAULTS = {
 
 @dataclass(frozen=True)
 class WgmmaDefault:
-    """A tile configuration of the Hopper family, and the specs and numbers of keys that it is a default for."""
+    """A tile configuration of the Hopper family, and the specs and numbers of keys that it is a default for.
+
+    One that is `crowded` may need local memory as in MmaDefault, and leaves no registers for a
+    window's left bound or for lengths of queries.
+    """
 
     max_head_dim: int
     lean: bool
     config: WgmmaConfig
     min_keys: int = 0
+    crowded: bool = False
 
     def serves(self, spec: Spec, n_k: int) -> bool:
         """Whether `spec` with `n_k` keys is one of them."""
-        is_lean = not (spec.mask or spec.bias or spec.softcap)
-        return max(spec.d, spec.d_v) <= self.max_head_dim and (is_lean or not self.lean) and n_k >= self.min_keys
+        has_features = spec.mask or spec.bias is not None or spec.softcap
+        if (self.lean and has_features) or (self.crowded and (spec.left or spec.q_lengths)):
+            return False
+        return max(spec.d, spec.d_v) <= self.max_head_dim and n_k >= self.min_keys
 
 
 # Tiles of the Hopper family in order of preference; the first legal one is the default. A mask, a bias or a softcap
 # needs registers that narrower tiles leave. Order: benchmarks/forward_wgmma.py.
 WGMMA_DEFAULTS = (
     WgmmaDefault(64, lean=True, config=WgmmaConfig(3, 128, stages=3), min_keys=2048),
+    WgmmaDefault(64, lean=True, config=WgmmaConfig(4, 64, stages=5, q_stages=2), crowded=True),
     WgmmaDefault(64, lean=True, config=WgmmaConfig(2, 128, stages=3, q_stages=2)),
     WgmmaDefault(128, lean=True, config=WgmmaConfig(2, 128, stages=2, q_stages=2)),
     WgmmaDefault(192, lean=True, config=WgmmaConfig(2, 96, stages=2)),
@@ -146,7 +165,6 @@ WGMMA_DEFAULTS = (
 LARGE_HEAD_DIM = 192  # from which on, with a causal mask, warpgroups are faster if they do not take turns
 NUMPY_DEFAULT = NumpyConfig(b_r=256, b_c=256)
 GPU_FAMILIES = ("wgmma", "mma", "simt")  # in order of preference
-ENOUGH_WARPS = 8
 MODEL_IS_SURE = 0.9  # the cost model is wrong by 10 % (root mean square) on the sweeps of an H200
 NOT_NUMPY = {"numpy": "the arrays are in the memory of a GPU"}
 PACKING_PAYS = 0.9  # packed, a tile must be that much fuller
@@ -205,15 +223,16 @@ def why_not_mma_by_default(spec: Spec, device: DeviceInfo) -> str | None:
 def mma_default(spec: Spec, device: DeviceInfo) -> MmaConfig:
     """The default tiles of the tensor-core family, for query heads that are not packed."""
     deepest = mma_depths(spec, device)[0]
-    rows = [default.config for default in MMA_DEFAULTS[ITEM_BYTES[spec.dtype]] if default.serves(spec, device)]
-    serving = [config for config in rows if config.mma_k == deepest]
-    legal = [config for config in serving if config.why_illegal(spec, device) is None]
+    rows = [default for default in MMA_DEFAULTS[ITEM_BYTES[spec.dtype]] if default.serves(spec, device)]
+    serving = [default for default in rows if default.config.mma_k == deepest]
+    legal = [default.config for default in serving if default.config.why_illegal(spec, device) is None]
     if not legal:
         raise ValueError(f"no tile configuration of the mma family is legal for {spec} on {device.name}")
     first = next((config for config in legal if config.resident_warps(spec, device) >= ENOUGH_WARPS), legal[0])
     if device.compute_capability == HOPPER:
         return first
-    staged = (replace(config, stages=stages) for config in serving for stages in (1, 2))
+    roomy = [default.config for default in serving if not default.crowded]
+    staged = (replace(config, stages=stages) for config in roomy for stages in (1, 2))
     others = [config for config in staged if config.why_illegal(spec, device) is None]
     least = min(others, key=lambda config: cycles_per_score(config, spec, device))
     is_faster = cycles_per_score(least, spec, device) < MODEL_IS_SURE * cycles_per_score(first, spec, device)

@@ -93,3 +93,32 @@ def test_default_is_legal_and_no_slower_than_the_table_by_the_model(device, monk
 def test_where_little_shared_memory_leaves_two_warps_one_stage_leaves_four():
     chosen = plan.mma_default(Spec("float32", 256, 256), known_device("sm_86"))
     assert (chosen.warps, chosen.stages) == (4, 1)
+
+
+CROWDED = MmaConfig(b_r=128, b_c=64, warps=4, stages=1, swizzle=True)
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+def test_crowded_tiles_are_defaults_where_two_blocks_are_resident(architecture):
+    assert plan.mma_default(HALF, known_device(architecture)) == CROWDED
+
+
+def test_crowded_tiles_are_no_defaults_where_shared_memory_holds_one_block():
+    assert plan.mma_default(HALF, known_device("sm_86")) != CROWDED
+
+
+def test_crowded_tiles_are_no_defaults_for_rows_that_are_not_aligned():
+    assert plan.mma_default(replace(HALF, aligned=False), known_device("sm_90")) != CROWDED
+
+
+@pytest.mark.parametrize(
+    ("feature", "b_c"), [({"softcap": True}, 64), ({"bias": "float16"}, 32), ({"mask": True}, 32)], ids=str
+)
+def test_a_feature_leaves_registers_for_so_many_keys(feature, b_c):
+    chosen = plan.mma_default(replace(HALF, **feature), known_device("sm_90"))
+    assert chosen == MmaConfig(b_r=128, b_c=b_c, warps=4, stages=2, swizzle=True)
+
+
+def test_model_prefers_no_crowded_tiles():
+    chosen = plan.mma_default(Spec("float16", 80, 80, softcap=True), AMPERE)
+    assert chosen.b_c == 32
