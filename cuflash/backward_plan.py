@@ -151,7 +151,7 @@ def why_not_backward_mma_by_default(spec: Spec, device: DeviceInfo) -> str | Non
 BACKWARD_WGMMA_DEFAULTS = (
     (64, BackwardWgmmaConfig(b_r=128, k_stages=2)),
     (64, BackwardWgmmaConfig(b_r=64, k_stages=2)),
-    (128, BackwardWgmmaConfig(b_r=64)),
+    (128, BackwardWgmmaConfig(b_r=64, dq_stages=3)),
     (128, BackwardWgmmaConfig(b_r=64, b_c=64, k_stages=2)),
     (256, BackwardWgmmaConfig(b_r=64, b_c=64)),
 )
@@ -186,14 +186,13 @@ def why_no_backward_maps(problem: BackwardProblem) -> str | None:
     return why_no_map("dout", problem.spec.dtype, problem.forward.n_q, strides)
 
 
-# The family is faster than mma (docs/performance.md). Until its GPU tests have passed, it is not the default.
-BY_REQUEST = "it is not yet the default; config=BackwardWgmmaConfig(...) asks for it"
-
-
 def default_backward_choice(problem: BackwardProblem, device: DeviceInfo) -> BackwardChoice:
     """Family and configuration of a call on a GPU that is not tuned."""
     not_wgmma = why_not_backward_wgmma_by_default(problem.spec, device) or why_no_backward_maps(problem)
-    ruled_out = {**NOT_NUMPY, "wgmma": not_wgmma or BY_REQUEST}
+    if not_wgmma is None:
+        others = {**NOT_NUMPY, **dict.fromkeys(("mma", "simt"), "wgmma serves the call")}
+        return BackwardChoice("wgmma", backward_wgmma_default(problem.spec, device), "default", others)
+    ruled_out = {**NOT_NUMPY, "wgmma": not_wgmma}
     not_mma = why_not_backward_mma_by_default(problem.spec, device)
     if not_mma is None:
         others = {**ruled_out, "simt": "tensor cores serve the call"}

@@ -14,12 +14,14 @@ from device_arrays import call_on_device, on_device, poisoned_memory
 
 import cuflash
 from cuflash import backward, compiler
+from cuflash.arrays import describe
 from cuflash.backward_plan import (
     backward_simt_default,
     backward_wgmma_default,
     why_no_backward_maps,
     why_not_backward_wgmma_by_default,
 )
+from cuflash.backward_problem import read_backward_problem
 from cuflash.device import device_info, known_device
 
 cupy = pytest.importorskip("cupy")
@@ -78,7 +80,8 @@ def test_case_with_simt_tiles(case):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_case_with_hopper_tiles(case):
     arrays = {name: on_device(x) for name, x in make_call(case).items()}
-    problem, device = cuflash.explain_backward(**arrays, **case.options).problem, device_info(cupy.cuda.Device().id)
+    operands = {name: describe(name, x) for name, x in arrays.items()}
+    problem, device = read_backward_problem(**operands, **case.options), device_info(cupy.cuda.Device().id)
     if reason := why_not_backward_wgmma_by_default(problem.spec, device) or why_no_backward_maps(problem):
         pytest.skip(reason)
     run(case, config=backward_wgmma_default(problem.spec, device))
