@@ -206,12 +206,13 @@ def test_noise_widens_the_band():
     assert decided.point == points[0]
 
 
-def test_when_every_finalist_fails_the_default_wins():
+def test_when_every_finalist_fails_the_default_stays_and_it_is_said_why():
     class Failing(TableBackend):
         def finals(self, points, rounds):
-            return [Measurement(point, "hang") for point in points]
+            return [Measurement(point, "hang", error="no answer") for point in points]
 
-    assert race(SMALL.space, measurements_of(0.5, 0.6), Failing(SMALL)).point == SMALL.space.points[0]
+    decided = race(SMALL.space, measurements_of(0.5, 0.6), Failing(SMALL))
+    assert (decided.point, decided.error) == (SMALL.space.points[0], "hang, no answer")
 
 
 def test_a_replay_takes_the_time_that_was_recorded():

@@ -56,11 +56,15 @@ class Progress(NamedTuple):
 
 
 class Winner(NamedTuple):
-    """What the finals found: the winner, and everyone's time in milliseconds, the default's included."""
+    """What the finals found: the winner, and everyone's time in milliseconds, the default's included.
+
+    Where no finalist could be timed, the default stays for want of another, and `error` says what was wrong.
+    """
 
     point: Point
     milliseconds: dict[Point, float]
     band: float
+    error: str = ""
 
 
 class Search:
@@ -253,18 +257,19 @@ def race(space: Space, ranked: Sequence[Measurement], backend: Backend, seconds:
     slowest = sum(statistics.median(m.times) for m in ranked[:FINALISTS] if m.times) * (FINALISTS + 1) / FINALISTS
     rounds = max(LEAST_FINAL_ROUNDS, min(FINAL_ROUNDS, int(seconds * 1e3 / max(slowest, 1e-3))))
     times: dict[Point, list[float]] = {}
+    error = ""
     for measurement in backend.finals(points, rounds):
         if measurement.status == "ok":
             times[measurement.point] = list(measurement.times)
             times[default] = list(measurement.anchor_times)
-    return decide(space, times)
+        else:
+            error = f"{measurement.status}, {measurement.error}"
+    return decide(space, times) if times else Winner(default, {}, TIE_BAND, error)
 
 
 def decide(space: Space, times: dict[Point, list[float]]) -> Winner:
     """The winner of finals in which every point was timed as often."""
     default = space.points[0]
-    if default not in times:  # every finalist failed
-        return Winner(default, {}, TIE_BAND)
     medians = {point: statistics.median(taken) for point, taken in times.items()}
     best = min(medians, key=lambda point: medians[point])
     band = max(TIE_BAND, 2 * standard_error(times[best]) / medians[best])

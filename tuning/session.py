@@ -309,6 +309,9 @@ class Session:
         if not searching.known:
             return Result(workload, "failed", note=INTERRUPTED if self._interrupted else TOO_LATE)
         decided = search.race(space, searching.ranked(), backend, seconds)
+        if decided.error:
+            note = f"no finalist could be timed: {decided.error}"
+            return Result(workload, "failed", evaluations=len(searching.known), note=note)
         for point, ms in decided.milliseconds.items():
             self._record.add(study.name, workload, space, "finals", Measurement(point, "ok", 1.0, (ms,)))
         default, config = space.points[0], space.config(decided.point)
