@@ -3,6 +3,10 @@
 // started before it, which wait only for such themselves.
 #pragma once
 
+template <class T> constexpr bool is_half = false;
+template <> constexpr bool is_half<half_t> = true;
+constexpr bool kHalf = is_half<Element>;
+
 struct MmaParams {
   Params p;
   float* sums;       // of dQ, before it is scaled: by row tile of every head, in fragments
@@ -34,6 +38,10 @@ __device__ __forceinline__ Place take_tile(const MmaParams& own, u32* shared) {
 struct Visit {
   i32 head, tile;
 };
+
+// red takes a subnormal number for 0, be it the sum or what is added. Beside numbers of this size, that is less than their rounding. Where
+// all are smaller, they are added by load and store: it is the warp's turn, and so nobody else adds. float16 ends long before.
+constexpr float kLeastForRed = 0x1p-100f;
 
 // The sums of dQ that blocks add to in turn: warp by warp, as a warp has the same part of every tile in all blocks. Lane 0 sees to the order.
 struct Sums {
@@ -88,17 +96,24 @@ struct Sums {
     const float x[4] = {dq[0] * unit, dq[1] * unit, dq[2] * unit, dq[3] * unit};
     if constexpr (kVectorAdds) {
       to += 4 * lane.index;
+      auto& sum = *reinterpret_cast<Vector<float, 4>*>(to);
       if (is_first)
-        *reinterpret_cast<Vector<float, 4>*>(to) = {x[0], x[1], x[2], x[3]};
-      else
+        sum = {x[0], x[1], x[2], x[3]};
+      else if (kHalf || fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3]))) >= kLeastForRed)
         red_add_f32x4(to, x);
+      else if (x[0] != 0 || x[1] != 0 || x[2] != 0 || x[3] != 0)
+#pragma unroll
+        for (i32 e = 0; e < 4; ++e) sum.x[e] += x[e];
     } else {
 #pragma unroll
       for (i32 e = 0; e < 4; ++e) {
+        float& sum = to[32 * e + lane.index];
         if (is_first)
-          to[32 * e + lane.index] = x[e];
-        else
-          red_add_f32(to + 32 * e + lane.index, x[e]);
+          sum = x[e];
+        else if (kHalf || fabsf(x[e]) >= kLeastForRed)
+          red_add_f32(&sum, x[e]);
+        else if (x[e] != 0)
+          sum += x[e];
       }
     }
   }

@@ -3,9 +3,6 @@
 // float16 does not reach far: P is multiplied by 2^15, dS by a power of two that a block finds before it starts.
 #pragma once
 
-template <class T> constexpr bool is_half = false;
-template <> constexpr bool is_half<half_t> = true;
-constexpr bool kHalf = is_half<Element>;
 constexpr float kWeightExponent = kHalf ? 15 : 0, kWeightUnit = kHalf ? 0x1p15f : 1;
 
 // Two neighbours of a row of P^T or dS^T to shared memory; floats as backward_mma_tf32.cuh wants them

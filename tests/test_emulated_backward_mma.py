@@ -176,6 +176,8 @@ PROBLEMS = {
     "infinite": (Case("backward-mma-infinite", **SIZED | {"dtype": "float32"}, values="infinite-key"), FLOAT),
     "uneven": (Case("backward-mma-uneven", **SIZED | {"d": (80, 48)}), SHARED_KEYS),
     "few-keys": (Case("backward-mma-few-keys", **SIZED | {"n": (70, 3)}), SMALL),
+    "denormal": (BY_ID["denormal-bfloat16"], SMALL),
+    "denormal-one-by-one": (BY_ID["denormal-bfloat16"], ONE_STAGE),
 }
 
 KERNEL, ORDER, SCORES, PRODUCTS, SPLIT, TF32 = (
@@ -214,6 +216,8 @@ MUTANTS = [
     Mutant("turn-of-another-warp", ORDER, "visit.tile) * kWarps + warp.index", "visit.tile) * kWarps", ("plain",)),
     Mutant("turn-of-the-arrays", ORDER, "(kLeft ? see.first_key(visit.tile * kBr) / kBc : 0)", "0", ("window",)),
     Mutant("first-sum-added", ORDER, "turn(visit) == 0", "false", ("plain",)),
+    Mutant("small-vectors-by-red", ORDER, ")) >= kLeastForRed", ")) >= 0", ("denormal",)),
+    Mutant("small-numbers-by-red", ORDER, "(x[e]) >= kLeastForRed", "(x[e]) >= 0", ("denormal-one-by-one",)),
     Mutant("sums-of-the-first-head", ORDER, "own.p.group + visit.head;", "own.p.group;", ("plain",)),
     # ---- fragments ----
     Mutant("columns-beyond-the-last", PRODUCTS, "kColumns / kPair % kWarpsAside == 0 ||", "true ||", ("uneven",)),

@@ -37,6 +37,13 @@ def test_bulk_copies_store_and_add(schedule):
     assert np.array_equal(run("store_and_add", given, schedule), 2 * given)
 
 
+def test_red_takes_subnormal_numbers_for_zero_and_bulk_copies_keep_them():
+    smallest = np.finfo(np.float32).smallest_normal
+    given = np.resize(np.float32([smallest, -smallest / 2, smallest * 0.75, 1]), 32)
+    assert np.array_equal(run("store_and_add", given), 2 * given)
+    assert np.array_equal(run("add_by_red", given), np.where(abs(given) < smallest, 0, 2 * given))
+
+
 WRONG = {
     "overwritten_before_it_is_read": "which a bulk copy reads that may still be under way",
     "written_without_a_proxy_fence": "writes without fence.proxy.async between",

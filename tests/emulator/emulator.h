@@ -110,6 +110,7 @@ float f16_to_float(u16 bits);
 u16 float_to_f16(float x);
 u16 float_to_bf16(float x);
 u32 float_to_tf32(float x);
+float flushed_sum(float a, float b);
 
 [[noreturn]] void trap(Site site);
 

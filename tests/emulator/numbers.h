@@ -50,4 +50,8 @@ u32 float_to_tf32(float x) {
 // What the tensor cores read: the lower 13 bits do not count.
 inline float tf32_to_float(u32 bits) { return bits_of<float>(bits & ~0x1fffu); }
 
+// What red.add makes of floats in device memory: what is subnormal, before or after, is 0 of the same sign.
+inline float flushed(float x) { return (bits_of<u32>(x) & 0x7f800000) == 0 ? bits_of<float>(bits_of<u32>(x) & 0x80000000) : x; }
+float flushed_sum(float a, float b) { return flushed(flushed(a) + flushed(b)); }
+
 }  // namespace emulator

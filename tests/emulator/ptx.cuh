@@ -132,9 +132,9 @@ __device__ __forceinline__ i32 ld_relaxed(const i32* global) { return emulator::
 __device__ __forceinline__ void fence_acq_rel() {}
 __device__ __forceinline__ void red_relaxed_add(i32* global, i32 x) { emulator::red_release_add(global, x); }
 __device__ __forceinline__ void red_release_add(i32* global, i32 x) { emulator::red_release_add(global, x); }
-__device__ __forceinline__ void red_add_f32(float* global, float x) { *global += x; }
+__device__ __forceinline__ void red_add_f32(float* global, float x) { *global = emulator::flushed_sum(*global, x); }
 __device__ __forceinline__ void red_add_f32x4(float* global, const float (&x)[4]) {
-  for (i32 i = 0; i < 4; ++i) global[i] += x[i];
+  for (i32 i = 0; i < 4; ++i) red_add_f32(global + i, x[i]);
 }
 
 __device__ __forceinline__ void bar_sync(i32 barrier, i32 threads, emulator::Site site = emulator::here()) {

@@ -36,6 +36,15 @@ UNIT(store_and_add) {
   bulk_wait_group<0>();
   *reinterpret_cast<float*>(smem) = 0;
 }
+UNIT(add_by_red) {
+  const u32 i = threadIdx.x;
+  p.out[i] = p.in[i];
+  __syncwarp();
+  if (i % 8 == 0)
+    red_add_f32x4(p.out + i, {p.in[i], p.in[i + 1], p.in[i + 2], p.in[i + 3]});
+  else if (i % 8 >= 4)
+    red_add_f32(p.out + i, p.in[i]);
+}
 UNIT(overwritten_before_it_is_read) {
   DYNAMIC_SMEM(smem);
   if (threadIdx.x != 0) return;
