@@ -156,6 +156,7 @@ WGMMA_DEFAULTS = (
     WgmmaDefault(64, lean=True, config=WgmmaConfig(3, 128, stages=3), min_keys=2048),
     WgmmaDefault(64, lean=True, config=WgmmaConfig(4, 64, stages=5, q_stages=2), crowded=True),
     WgmmaDefault(64, lean=True, config=WgmmaConfig(2, 128, stages=3, q_stages=2)),
+    WgmmaDefault(80, lean=True, config=WgmmaConfig(3, 96, stages=2), crowded=True),
     WgmmaDefault(128, lean=True, config=WgmmaConfig(2, 128, stages=2, q_stages=2)),
     WgmmaDefault(192, lean=True, config=WgmmaConfig(2, 96, stages=2)),
     WgmmaDefault(256, lean=True, config=WgmmaConfig(2, 64, stages=2)),
