@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -130,37 +131,41 @@ MMA_DEFAULTS = {
 
 @dataclass(frozen=True)
 class WgmmaDefault:
-    """A tile configuration of the Hopper family, and the specs and numbers of keys that it is a default for.
+    """A tile configuration of the Hopper family, and the specs and numbers of queries and keys it is a default for.
 
-    One that is `crowded` may need local memory as in MmaDefault, and leaves no registers for a
-    window's left bound or for lengths of queries.
+    A `lean` one leaves no registers for a mask, a bias or a softcap; without `bounds`, none for a window's left bound
+    and for lengths of queries either. One that is `crowded` may need local memory as in MmaDefault.
     """
 
     max_head_dim: int
     lean: bool
     config: WgmmaConfig
     min_keys: int = 0
+    max_queries: float = math.inf
     crowded: bool = False
+    bounds: bool = True
 
-    def serves(self, spec: Spec, n_k: int) -> bool:
-        """Whether `spec` with `n_k` keys is one of them."""
+    def serves(self, spec: Spec, n_q: float, n_k: int) -> bool:
+        """Whether `spec` with `n_q` queries and `n_k` keys is one of them."""
         has_features = spec.mask or spec.bias is not None or spec.softcap
-        if (self.lean and has_features) or (self.crowded and (spec.left or spec.q_lengths)):
+        if (self.lean and has_features) or (not self.bounds and (spec.left or spec.q_lengths)):
             return False
-        return max(spec.d, spec.d_v) <= self.max_head_dim and n_k >= self.min_keys
+        return max(spec.d, spec.d_v) <= self.max_head_dim and n_q <= self.max_queries and n_k >= self.min_keys
 
 
 # Tiles of the Hopper family in order of preference; the first legal one is the default. A mask, a bias or a softcap
 # needs registers that narrower tiles leave. Order: benchmarks/forward_wgmma.py.
 WGMMA_DEFAULTS = (
     WgmmaDefault(64, lean=True, config=WgmmaConfig(3, 128, stages=3), min_keys=2048),
-    WgmmaDefault(64, lean=True, config=WgmmaConfig(4, 64, stages=5, q_stages=2), crowded=True),
+    WgmmaDefault(64, lean=True, config=WgmmaConfig(4, 64, stages=5, q_stages=2), crowded=True, bounds=False),
     WgmmaDefault(64, lean=True, config=WgmmaConfig(2, 128, stages=3, q_stages=2)),
+    WgmmaDefault(128, lean=True, config=WgmmaConfig(1, 128, stages=2, ping_pong=False), max_queries=64),
     WgmmaDefault(80, lean=True, config=WgmmaConfig(3, 96, stages=2), crowded=True),
     WgmmaDefault(128, lean=True, config=WgmmaConfig(2, 128, stages=2, q_stages=2)),
+    WgmmaDefault(256, lean=True, config=WgmmaConfig(1, 64, stages=2, ping_pong=False), max_queries=64),
     WgmmaDefault(192, lean=True, config=WgmmaConfig(2, 96, stages=2)),
     WgmmaDefault(256, lean=True, config=WgmmaConfig(2, 64, stages=2)),
-    WgmmaDefault(128, lean=False, config=WgmmaConfig(2, 64, stages=3, q_stages=2)),
+    WgmmaDefault(128, lean=False, config=WgmmaConfig(2, 64, stages=3, q_stages=2), crowded=True),
     WgmmaDefault(256, lean=False, config=WgmmaConfig(2, 32, stages=2)),
 )
 LARGE_HEAD_DIM = 192  # from which on, with a causal mask, warpgroups are faster if they do not take turns
@@ -193,10 +198,10 @@ def default_config(spec: Spec, device: DeviceInfo) -> SimtConfig | MmaConfig | W
     return mma_default(spec, device) if why_not_mma_by_default(spec, device) is None else simt_default(spec, device)
 
 
-def wgmma_default(spec: Spec, device: DeviceInfo, n_k: int = 0) -> WgmmaConfig:
-    """The default tiles of the Hopper family for `n_k` keys or more."""
+def wgmma_default(spec: Spec, device: DeviceInfo, n_q: float = math.inf, n_k: int = 0) -> WgmmaConfig:
+    """The default tiles of the Hopper family for `n_q` queries or fewer and `n_k` keys or more."""
     for default in WGMMA_DEFAULTS:
-        if default.serves(spec, n_k) and default.config.why_illegal(spec, device) is None:
+        if default.serves(spec, n_q, n_k) and default.config.why_illegal(spec, device) is None:
             takes_turns = max(spec.d, spec.d_v) < LARGE_HEAD_DIM or not spec.right
             return replace(default.config, ping_pong=takes_turns and default.config.ping_pong)
     raise ValueError(f"no tile configuration of the wgmma family is legal for {spec} on {device.name}")
@@ -268,7 +273,8 @@ def default_choice(problem: Problem, device: DeviceInfo) -> Choice:
     not_wgmma = why_not_wgmma_here(problem, device)
     if not_wgmma is None:
         others = dict.fromkeys(("mma", "simt"), "wgmma serves the call")
-        return Choice("wgmma", wgmma_default(problem.spec, device, problem.n_k), "default", {**NOT_NUMPY, **others})
+        config = wgmma_default(problem.spec, device, problem.n_q, problem.n_k)
+        return Choice("wgmma", config, "default", {**NOT_NUMPY, **others})
     ruled_out = {**NOT_NUMPY, "wgmma": not_wgmma}
     if reason := why_not_mma_by_default(problem.spec, device):
         return Choice("simt", simt_default(problem.spec, device), "default", {**ruled_out, "mma": reason})

@@ -61,12 +61,12 @@ def is_crowded(kernel, spec, device):
     return any(row.crowded for row in rows if row.config == config)
 
 
-def expect_clean(kernel, architecture, wanted):
+def expect_clean(kernel, architecture, wanted, **sizes):
     """Compile the default tiles of each spec: they spill nothing, crowded ones next to nothing."""
     if int(architecture.removeprefix("sm_")) not in nvrtc.getSupportedArchs():
         pytest.skip(f"NVRTC {nvrtc.getVersion()} does not know {architecture}")
     device = known_device(architecture)
-    chosen = [Variant(kernel, spec, CONFIG_OF[kernel](spec, device), architecture) for spec in wanted]
+    chosen = [Variant(kernel, spec, CONFIG_OF[kernel](spec, device, **sizes), architecture) for spec in wanted]
     with ThreadPoolExecutor(2) as threads:  # NVRTC runs without the GIL
         logs = [compiled.log for compiled in threads.map(compile_cubin, chosen)]
     usage = {variant: resource_usage(log) for variant, log in zip(chosen, logs, strict=True)}
@@ -96,3 +96,12 @@ def test_crowded_tiles_of_one_feature_spill_next_to_nothing(architecture):
     wanted = [spec for spec in every if is_crowded("forward_mma", spec, device)]
     assert wanted
     expect_clean("forward_mma", architecture, wanted)
+
+
+@pytest.mark.parametrize("sizes", [{"n_q": 1}, {"n_k": 4096}], ids=["few-queries", "many-keys"])
+def test_hopper_tiles_for_some_sizes_compile_clean(sizes):
+    every = [Spec("bfloat16", d, d, right=right) for d in (64, 80, 128, 256) for right in (False, True)]
+    usual = {spec: wgmma_default(spec, known_device("sm_90")) for spec in every}
+    wanted = [spec for spec in every if wgmma_default(spec, known_device("sm_90"), **sizes) != usual[spec]]
+    assert wanted
+    expect_clean("forward_wgmma", "sm_90", wanted, **sizes)

@@ -269,7 +269,6 @@ def race(space: Space, ranked: Sequence[Measurement], backend: Backend, seconds:
 
 def decide(space: Space, times: dict[Point, list[float]]) -> Winner:
     """The winner of finals in which every point was timed as often."""
-    default = space.points[0]
     medians = {point: statistics.median(taken) for point, taken in times.items()}
     best = min(medians, key=lambda point: medians[point])
     band = max(TIE_BAND, 2 * standard_error(times[best]) / medians[best])

@@ -228,7 +228,7 @@ def default_of(problem: Problem | BackwardProblem, device: DeviceInfo, family: s
         elif family == "simt":
             config = plan.simt_default(problem.spec, device)
         else:
-            config = plan.wgmma_default(problem.spec, device, problem.n_k)
+            config = plan.wgmma_default(problem.spec, device, problem.n_q, problem.n_k)
     if isinstance(config, NumpyConfig):
         raise TypeError(f"no kernel of a GPU serves {problem}")
     return config
