@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as missing:
+    raise ImportError("cuflash.torch needs PyTorch: pip install 'cuflash[torch]'") from missing
 
 from cuflash.api import attention_backward, attention_forward
 from cuflash.problem import LAYOUTS, read_scale, read_softcap, read_window

@@ -103,7 +103,7 @@ def _look_up(key: Key) -> list[Found]:
         if reason := winner.config.why_illegal(key.spec, key.device):
             _log.warning("a %s configuration is not used: %s; %s", source, reason, winner.config)
             continue
-        found.append(Found(winner, source, why_stale(winner)))
+        found.append(Found(winner, source, why_stale(winner, source)))
     return sorted(found, key=lambda one: one.stale is not None and one.source != "loaded")
 
 
@@ -190,7 +190,7 @@ def winners() -> Iterator[Found]:
         for winner in store.winners():
             yield Found(winner, name, why_stale(winner))
     for winner in _shipped().values():
-        yield Found(winner, "shipped", why_stale(winner))
+        yield Found(winner, "shipped", why_stale(winner, "shipped"))
 
 
 def load_configs(path: str | os.PathLike[str]) -> int:
@@ -292,11 +292,16 @@ def tune_command(asked: Problem | BackwardProblem) -> str:
     return " ".join(words + [flag for flag, given in flags.items() if given])
 
 
-def why_stale(winner: Winner) -> str | None:
-    """What differs from where `winner` was measured, as far as this machine can tell; None where nothing does."""
+def why_stale(winner: Winner, source: str = "tuned") -> str | None:
+    """What differs from where `winner` was measured, as far as this machine can tell; None where nothing does.
+
+    Of those that are shipped, only the kernel counts: the compilers and drivers of their users are many.
+    """
     now, then = current_provenance(winner.kernel), winner.provenance
     if now.source != then.source:
         return "was measured with another version of the kernel"
+    if source == "shipped":
+        return None
     if now.nvrtc not in (then.nvrtc, UNKNOWN):
         return f"was measured with NVRTC {then.nvrtc}, and this is {now.nvrtc}"
     if now.driver not in (then.driver, UNKNOWN):

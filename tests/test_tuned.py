@@ -209,6 +209,14 @@ def test_each_part_of_the_provenance_makes_stale(monkeypatch, change, what):
     assert what in tuned.why_stale(winner._replace(provenance=winner.provenance._replace(**change)))
 
 
+def test_shipped_winner_is_stale_for_another_kernel_only(monkeypatch):
+    winner = make_winner()
+    other = winner._replace(provenance=winner.provenance._replace(nvrtc="11.0", driver="11.0"))
+    assert tuned.why_stale(other) is not None
+    assert tuned.why_stale(other, "shipped") is None
+    assert tuned.why_stale(stale(winner), "shipped") is not None
+
+
 def test_machine_without_nvrtc_and_driver_calls_no_toolchain_stale(monkeypatch):
     winner = make_winner(provenance=Provenance(tuned.current_provenance("forward_mma").source, "11.0", "11.0"))
     monkeypatch.setattr(tuned, "_toolchain", lambda: (tuned.UNKNOWN, tuned.UNKNOWN))
