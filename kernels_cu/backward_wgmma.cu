@@ -92,6 +92,9 @@ __device__ __forceinline__ void produce(const BackwardWgmmaParams& a, const Shar
     Walk walk(a, tile);
     if (walk.left == 0) {
       request_v();
+      // The warpgroup of dQ does not wait for this V. That of a later tile must not come to it before this one is there: it would take
+      // a phase for another of the same parity.
+      if (kHalf) mbarrier_wait(shared.full_v(), parity_of<1>(ks));
       continue;
     }
     const auto request_q = [&] {
@@ -355,6 +358,7 @@ struct Consumer : KeyOwner {
         if (kHalf) per_unit = shared.per_unit(k_slot);
       } else {
         mbarrier_wait(shared.full_v(), v_parity);
+        __syncwarp();  // all lanes have seen that V is there
         arrive(shared.empty_v());
         if constexpr (kHalf) mbarrier_wait(shared.full_unit(k_slot), k_ring.parity);
       }

@@ -207,6 +207,7 @@ struct Differentiator : KeyOwner {
         step<true>(of, walk);
         if (kHalf) per_unit = shared.per_unit(k_slot);
       } else {
+        __syncwarp();  // all lanes have seen that V is there
         arrive(shared.empty_v());
       }
       const KeyTile again = key_tile(a, read(shared.ticket(k_slot), lane()));  // so that it need not be kept

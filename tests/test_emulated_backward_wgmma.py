@@ -177,6 +177,19 @@ def test_gradients_of_float16_do_not_leave_its_range_among_many_keys():
     gold_backward.expect(**call, **case.options).check(*results)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "b_c", "seeds"), [("float16", 128, (1, 3)), ("float16", 64, (14, 15)), ("bfloat16", 128, (5,))]
+)
+def test_key_tiles_that_no_row_sees_do_not_put_the_phases_of_v_out_of_step(dtype, b_c, seeds):
+    # One block meets those of one head, and then the keys of the other that rows do see.
+    case = Case(
+        "unseen", n=(40, 650), d=(16, 16), heads=(2, 2), batch=(1,), dtype=dtype, options={"causal": "top-left"}
+    )
+    for seed in seeds:
+        schedule = Schedule("random", True, resident=2, asynchronous="at_random", seed=seed)
+        check(case, BackwardWgmmaConfig(64, b_c, k_stages=2), schedule, blocks=1)
+
+
 # ---- seeded bugs ----
 
 
