@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 
 import cuflash
@@ -334,7 +333,7 @@ def run_bench(
             if json_file is not None:
                 write_json(report, json_file)
     for part in describe(report):
-        _print_whole(console, part)
+        machine.print_whole(console, part)
     if plot_file is not None:
         plot(report, plot_file)
     return report
@@ -456,16 +455,6 @@ def _cell(comparison: Comparison, name: str) -> str:
     text += f" ±{100 * comparison.measured[name].spread:.0f}%"
     ratio = comparison.ratio(name)
     return text if ratio is None or name == CUFLASH.name else f"{text} {ratio:.2f}x"
-
-
-def _print_whole(console: Console, part: Table | str) -> None:
-    """Print with lines as long as they need, where the output is a file or a narrow terminal too."""
-    if isinstance(part, str):
-        console.print(part, soft_wrap=True)
-        return
-    needed = Measurement.get(console, console.options.update(max_width=10_000), part).maximum
-    console.width = max(console.width, needed)
-    console.print(part)
 
 
 def write_json(report: Report, path: Path) -> None:

@@ -37,15 +37,14 @@ def describe_winners() -> Table:
     """Every winner, as `cuflash cache list` prints it."""
     table = Table(box=None, pad_edge=False)
     for heading in ("GPU", "call", "sizes", "configuration", "gain", "date", "from"):
-        table.add_column(heading, overflow="fold")
+        table.add_column(heading, no_wrap=True)
     for winner, source, stale in tuned.winners():
         key, measured = winner.key, winner.measurement
         state = source if stale is None else f"{source}, stale: {stale}"
         gain = f"{measured.gain:.2f}"
         call = describe_spec(key.spec).replace("-", " ") + (" backward" if key.operation == BACKWARD else "")
-        table.add_row(
-            key.device.name, call, str(key.bucket), describe_config(winner.config), gain, measured.date, state
-        )
+        day = measured.date.partition("T")[0]
+        table.add_row(key.device.name, call, str(key.bucket), describe_config(winner.config), gain, day, state)
     return table
 
 

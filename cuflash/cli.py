@@ -245,9 +245,9 @@ def report_command(options: argparse.Namespace) -> int:
 def list_command(options: argparse.Namespace) -> int:
     """``cuflash cache list``."""
     console = _console()
-    console.print(cache.describe_kernels(), soft_wrap=True)
-    console.print(f"{tuned.user_directory()}: tuned configurations", soft_wrap=True)
-    console.print(cache.describe_winners())
+    machine.print_whole(console, cache.describe_kernels())
+    machine.print_whole(console, f"{tuned.user_directory()}: tuned configurations of this user")
+    machine.print_whole(console, cache.describe_winners())
     return 0
 
 

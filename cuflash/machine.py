@@ -8,6 +8,8 @@ import platform
 import sys
 from importlib import metadata
 
+from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 import cuflash
@@ -66,6 +68,16 @@ def describe_gpu(index: int) -> str:
     return f"{gpu.name} ({gpu.architecture}, {gpu.multiprocessors} multiprocessors)"
 
 
+def print_whole(console: Console, part: Table | str) -> None:
+    """Print with lines as long as they need, where the output is a file or a narrow terminal too."""
+    if isinstance(part, str):
+        console.print(part, soft_wrap=True)
+        return
+    needed = Measurement.get(console, console.options.update(max_width=10_000), part).maximum
+    console.width = max(console.width, needed)
+    console.print(part)
+
+
 def format_bytes(size: float) -> str:
     """A size in memory for people to read, ``"1.5 MiB"`` say.
 
@@ -107,8 +119,9 @@ def describe_machine() -> Table:
     table.add_row("compiled kernels", f"{cache.directory} ({cache.files} files, {format_bytes(cache.bytes)})")
     if cache.why_unused is not None:
         table.add_row("", f"not used: {cache.why_unused}")
-    count = sum(len(store.paths()) for store in tuned.own_stores())
-    table.add_row("tuned configurations", f"{tuned.user_directory()} ({count} files)")
+    own = sum(len(store.paths()) for store in tuned.own_stores())
+    shipped = sum(found.source == "shipped" for found in tuned.winners())
+    table.add_row("tuned configurations", f"{tuned.user_directory()} ({own} files), and {shipped} that are shipped")
     return table
 
 

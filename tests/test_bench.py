@@ -13,7 +13,7 @@ import pytest
 from bench_reports import comparison, report_of
 from rich.console import Console
 
-from cuflash import bench, peers, samples, timing
+from cuflash import bench, machine, peers, samples, timing
 from cuflash.bench import PRESETS, Ceiling, Device, Measured, Settings
 from cuflash.peers import Arrays, Case, Numbers, Peer, Runner, Unserved
 
@@ -360,7 +360,7 @@ def test_large_matrices_of_scores_are_refused(monkeypatch):
 def printed(report, width=60):
     console = Console(file=io.StringIO(), width=width, markup=False, highlight=False)
     for part in bench.describe(report):
-        bench._print_whole(console, part)
+        machine.print_whole(console, part)
     return console.file.getvalue()
 
 
