@@ -23,7 +23,7 @@ from cuflash.compiler import Variant, load_functions
 from cuflash.config import WARP
 from cuflash.device import DeviceInfo
 from cuflash.driver import Kernel
-from cuflash.launch import LOG2_E, MAX_GRID, merge_batch_axes
+from cuflash.launch import MAX_GRID, merge_batch_axes, scale_log2
 from cuflash.problem import ITEM_BYTES, contiguous_strides, round_up
 from cuflash.tensor_maps import TensorMaps, map_layout
 
@@ -188,7 +188,7 @@ def pack_blocks(problem: BackwardProblem, b_r: int, b_c: int) -> tuple[tuple[tup
         sizes = SIZE_BLOCK.pack(
             *strides,
             forward.scale if softcap is None else forward.scale / softcap,
-            forward.scale * LOG2_E,
+            scale_log2(forward.scale, forward.spec),
             0.0 if softcap is None else softcap,
             forward.scale,
             batch,

@@ -15,13 +15,14 @@ from cuflash.counters import Counters, current_counters
 from cuflash.device import DeviceInfo
 from cuflash.driver import Kernel
 from cuflash.plan import Choice
-from cuflash.problem import ITEM_BYTES, Problem, contiguous_strides
+from cuflash.problem import ITEM_BYTES, Problem, Spec, contiguous_strides
 from cuflash.tensor_maps import MAP_BYTES, MapLayout, TensorMaps, map_layout
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 LOG2_E = math.log2(math.e)
+LEAST_FLOAT32 = 2.0**-149
 MAX_GRID = 2**31 - 1
 
 # The parameter block of kernels_cu/params.cuh: addresses first, then what does not change from call to call.
@@ -190,6 +191,14 @@ def split_batch(problem: Problem) -> tuple[int, dict[str, int], list[dict[str, i
     return inner, steps, offsets
 
 
+def scale_log2(scale: float, spec: Spec) -> float:
+    """`scale` log2(e), which is 0 in float32 only where the scale is."""
+    factor = scale * LOG2_E
+    if spec.accumulator == "float64" or factor == 0 or abs(factor) >= LEAST_FLOAT32:
+        return factor
+    return math.copysign(LEAST_FLOAT32, factor)
+
+
 def pack_sizes(problem: Problem, b_r: int, pack_gqa: bool = False) -> tuple[int, bytes, tuple[tuple[int, ...], ...]]:
     """Blocks of one launch, the parameter block after its addresses, and the address offsets of every launch in bytes.
 
@@ -211,7 +220,7 @@ def pack_sizes(problem: Problem, b_r: int, pack_gqa: bool = False) -> tuple[int,
     sizes = SIZE_BLOCK.pack(
         *strides,
         problem.scale if softcap is None else problem.scale / softcap,
-        problem.scale * LOG2_E,
+        scale_log2(problem.scale, problem.spec),
         0.0 if softcap is None else softcap,
         problem.h_q,
         group,

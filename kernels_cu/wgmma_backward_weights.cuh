@@ -59,11 +59,13 @@ struct Weights {
 // Row statistics lie as accumulators hold columns: those of the four columns of a lane in two blocks side by side.
 __device__ __forceinline__ i32 place_of_statistic(i32 row) { return (row & ~15) + row % 8 / 2 * 4 + row / 8 % 2 * 2 + row % 2; }
 
-// LSE, in the unit of what it is subtracted from: where that is c q . k with c = scale log2(e), rounded, in that of this c
+// LSE, in the unit of what it is subtracted from: where that is c q . k with c = scale log2(e), rounded, in that of this c. A subnormal c
+// is coarse, but then c q . k is next to nothing.
+constexpr float kLeastNormal = 0x1p-126f;
 __device__ __forceinline__ float lse_as_subtracted(const Params& p, float lse) {
   if (!kInLog2) return lse;
   const float c = static_cast<float>(p.scale_log2);
-  return static_cast<float>(lse * (p.scale == 0 ? kLog2E : c / p.scale));
+  return static_cast<float>(lse * (fabsf(c) < kLeastNormal ? kLog2E : c / p.scale));
 }
 
 // P = exp(score - LSE) of the keys key, key + 8 and the rows row + 8 b, row + 8 b + 1 of a lane, of which `lse` has the statistics.

@@ -199,7 +199,7 @@ def value_kinds() -> Iterator[Case]:
 
 
 def scales_and_softcaps() -> Iterator[Case]:
-    for scale, dtype in itertools.product((0.0, -0.3, 1.0, 2.0, 0.1), ("float16", "float32", "float64")):
+    for scale, dtype in itertools.product((0.0, -0.3, 1.0, 2.0, 0.1, -1e-50), ("float16", "float32", "float64")):
         yield Case(f"scale-{scale}-{dtype}", d=(16, 16), dtype=dtype, options={"scale": scale, "causal": True})
     for scale in (1024.0, -1024.0):
         yield Case(f"scale-{scale}-hot", dtype="float32", values="exact-hot", options={"scale": scale})

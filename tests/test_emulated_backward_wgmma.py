@@ -95,6 +95,11 @@ def test_wgmma_gradients_are_as_exact_as_the_rule_asks(case, config):
     check(case, config)
 
 
+def test_a_scale_too_small_for_float32_makes_all_weights_equal():
+    case = Case("tiny", n=(70, 75), d=(16, 16), options={"scale": -1e-50, "causal": True})
+    check(case, BackwardWgmmaConfig(64))
+
+
 def test_a_block_of_few_numbers_is_as_exact_with_what_the_forward_pass_of_a_gpu_gives():
     # All columns of Q are equal, and so those of dK: 8 keys give 8 numbers, in which the rounding of O shows.
     case = next(case for case in CASES if case.id == "q-broadcast-columns")

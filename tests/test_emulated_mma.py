@@ -117,6 +117,15 @@ def test_a_huge_scale_leaves_the_largest_score_alone(scale, dtype):
     np.testing.assert_allclose(out.astype(float), best.astype(float), rtol=1e-6)
 
 
+@pytest.mark.parametrize("scale", [1e-50, -1e-50])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_scale_too_small_for_float32_makes_all_weights_equal(scale, dtype):
+    case = Case(f"tiny-{scale}", n=(33, 70), d=(16, 16), dtype=dtype, options={"scale": scale, "causal": True})
+    inputs = make_inputs(case)
+    config = replace(SMALL, mma_k=8 if dtype == "float32" else 16)
+    gold.check(*attention(inputs, case.options, config), **inputs, **case.options)
+
+
 @pytest.mark.parametrize("id", ["exact-hot-float32", "scale--1024.0-hot", "bias-large"])
 def test_log_sum_exp_of_large_scores_is_exact_enough_to_take_weights_from(id):
     case = BY_ID[id]

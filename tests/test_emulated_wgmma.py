@@ -190,6 +190,13 @@ def test_trust_in_a_reference_is_not_won_by_the_repair_of_another_row():
     assert all(np.array_equal(calm, beside_a_jump) for calm, beside_a_jump in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("scale", [1e-50, -1e-50])
+def test_a_scale_too_small_for_float32_makes_all_weights_equal(scale):
+    case = Case(f"wgmma-tiny-{scale}", n=(70, 75), d=(16, 16), options={"scale": scale, "causal": True})
+    inputs = make_inputs(case)
+    gold.check(*attention(inputs, case.options, SMALL), **inputs, **case.options)
+
+
 @pytest.mark.parametrize("d", [13, 72])
 def test_scores_that_were_lost_are_of_the_right_head_batch_entry_and_columns(d):
     rng = np.random.default_rng(14)
