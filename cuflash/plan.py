@@ -120,8 +120,6 @@ MMA_DEFAULTS = {
         MmaDefault(256, 3, MmaConfig(b_r=64, b_c=16, warps=4, stages=1, swizzle=True, mma_k=8, async_copy=False)),
     ),
     4: (
-        MmaDefault(64, 0, MmaConfig(b_r=128, b_c=64, warps=4, stages=1, mma_k=8), crowded=True),
-        MmaDefault(128, 0, MmaConfig(b_r=64, b_c=64, warps=4, stages=1, mma_k=8), crowded=True),
         MmaDefault(128, 3, MmaConfig(b_r=64, b_c=32, warps=4, stages=1, min_blocks=2, mma_k=8)),
         MmaDefault(256, 3, MmaConfig(b_r=64, b_c=16, warps=4, mma_k=8)),
         MmaDefault(256, 3, MmaConfig(b_r=32, b_c=16, warps=2, stages=1, mma_k=8)),
