@@ -1,10 +1,10 @@
 """Studies in a real PostgreSQL, which the tests start for themselves. `make test-storage` runs them."""
 
-import contextlib
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -14,7 +14,7 @@ import pytest
 from test_tuning_campaign import WORKLOADS, assert_all_measured_once, plan_of, sweeps, trials_in
 
 from cuflash.tuning import campaign, study
-from cuflash.tuning.study import StorageError, Study, open_storage
+from cuflash.tuning.study import StorageError, Study, open_storage, opened
 from cuflash.tuning.table import read_table
 
 __all__ = ["sweeps"]  # a fixture
@@ -63,14 +63,6 @@ def server(request):
         shutil.rmtree(folder)
 
 
-@contextlib.contextmanager
-def opened(url):
-    """A storage whose connections are closed in the end."""
-    storage = open_storage(url)
-    yield storage
-    storage._backend.engine.dispose()
-
-
 def test_two_processes_share_a_study(server, sweeps):
     plan = plan_of(sweeps[:1], server, devices=2, pace=0.05)
     (result,) = campaign.carry_out(plan)
@@ -102,6 +94,26 @@ def test_claims_never_overlap(server, sweeps):
     for thread in threads:
         thread.join()
     assert sorted(point for points in got.values() for point in points) == sorted(space.points[:8])
+
+
+OPEN_AT = """
+import sys, time
+from cuflash.tuning.study import opened
+time.sleep(max(0, float(sys.argv[2]) - time.time()))
+with opened(sys.argv[1]):
+    pass
+"""
+
+
+def test_several_processes_open_an_empty_database_at_once(server):
+    """Each begins to make the same tables."""
+    import psycopg
+
+    with psycopg.connect(server.replace("+psycopg", ""), autocommit=True) as connection:
+        connection.execute("CREATE DATABASE empty")
+    arguments = [server.replace("/postgres?", "/empty?"), str(time.time() + 4)]
+    processes = [subprocess.Popen([sys.executable, "-c", OPEN_AT, *arguments]) for _ in range(4)]
+    assert [process.wait(60) for process in processes] == [0] * 4
 
 
 def test_a_wrong_password_is_refused_and_not_told(server):

@@ -16,11 +16,12 @@ B_R, B_C = (list(SPACE.axes).index(axis) for axis in ("b_r", "b_c"))
 def studied(folder, measurement_of):
     """A study of every point, as the report reads it."""
     url = f"journal://{folder}/s.journal"
-    own = Study(SPACE, "all", open_storage(url))
+    storage = open_storage(url)
+    own = Study(SPACE, "all", storage)
     for point in SPACE.points:
         own.claim([point])
         own.finish(measurement_of(point))
-    (found,) = report.read_studies(url)
+    (found,) = report.read_studies(storage)
     return found
 
 

@@ -26,7 +26,7 @@ from cuflash.tuning import record, worker
 from cuflash.tuning.processes import Died, Machine, Worker
 from cuflash.tuning.session import Event, GpuTarget, ReplayTarget, Result, Session, read_budget, worker_name
 from cuflash.tuning.space import AXES
-from cuflash.tuning.study import open_storage, release_everywhere
+from cuflash.tuning.study import opened, release_everywhere
 from cuflash.tuning.table import read_table
 from cuflash.tuning.workload import Workload
 
@@ -208,28 +208,29 @@ def _where_measured(devices: Sequence[int]) -> tuple[str, str]:
 def run_on(plan: Plan, index: int, report: Report | None) -> Iterator[Result]:
     """The part of the process `index` of a run."""
     began = time.monotonic()
-    options: dict[str, Any] = {
-        "storage": plan.storage,
-        "run": plan.run,
-        "index": index,
-        "processes": len(plan.devices),
-        "shared": plan.shared,
-        "seed": plan.seed + index,
-        "exhaustive": math.isinf(plan.seconds),
-        "report": report,
-    }
-    if plan.replay:
-        tables = [read_table(Path(path)) for path in plan.replay]
-        replay = Session(ReplayTarget(tables, plan.seed + index, plan.pace), **options)
-        yield from replay.run(plan.workloads, plan.seconds)
-        return
-    gpu = plan.devices[index]
-    with only_tuner_of(gpu), Machine(gpu, plan.compilers, plan.folder) as machine:
-        try:
-            session = Session(GpuTarget(machine), directory=record.folder(), **options)
-        except Died as error:
-            raise TuningError(f"GPU {gpu} cannot be used: {error}") from error
-        yield from session.run(plan.workloads, plan.seconds - (time.monotonic() - began))
+    with opened(plan.storage) as storage:
+        options: dict[str, Any] = {
+            "storage": storage,
+            "run": plan.run,
+            "index": index,
+            "processes": len(plan.devices),
+            "shared": plan.shared,
+            "seed": plan.seed + index,
+            "exhaustive": math.isinf(plan.seconds),
+            "report": report,
+        }
+        if plan.replay:
+            tables = [read_table(Path(path)) for path in plan.replay]
+            replay = Session(ReplayTarget(tables, plan.seed + index, plan.pace), **options)
+            yield from replay.run(plan.workloads, plan.seconds)
+            return
+        gpu = plan.devices[index]
+        with only_tuner_of(gpu), Machine(gpu, plan.compilers, plan.folder) as machine:
+            try:
+                session = Session(GpuTarget(machine), directory=record.folder(), **options)
+            except Died as error:
+                raise TuningError(f"GPU {gpu} cannot be used: {error}") from error
+            yield from session.run(plan.workloads, plan.seconds - (time.monotonic() - began))
 
 
 @contextlib.contextmanager
@@ -318,7 +319,8 @@ def _follow(
                 return
             except Died as death:
                 if plan.storage is not None:
-                    release_everywhere(open_storage(plan.storage), worker_name(plan.run, index))
+                    with opened(plan.storage) as storage:
+                        release_everywhere(storage, worker_name(plan.run, index))
                 if interrupted.is_set():
                     return
                 if attempt == RESTARTS or left <= 0:

@@ -197,6 +197,7 @@ def run_report(options: argparse.Namespace, console: Console) -> int:
         When there are no studies.
     """
     from cuflash.tuning import record, report
+    from cuflash.tuning.study import opened
 
     where = options.studies or report.newest_journal()
     if where is None:
@@ -205,16 +206,17 @@ def run_report(options: argparse.Namespace, console: Console) -> int:
         if not Path(where).is_file():
             raise ValueError(f"{where}: there is no such file")
         where = f"journal://{Path(where).resolve()}"
-    studies = [studied for studied in report.read_studies(where) if options.only in studied.name]
-    if not studies:
-        raise ValueError("it holds no study of such a name" if options.only else "it holds no measurements")
-    console.print(report.describe(studies))
-    if options.out is not None:
-        try:
-            written = report.save(studies, options.out)
-        except ImportError as error:
-            raise ValueError(f"pictures need Matplotlib: pip install 'cuflash[plot]' ({error})") from error
-        console.print(f"{len(written)} pictures in {options.out}")
+    with opened(where) as storage:
+        studies = [studied for studied in report.read_studies(storage) if options.only in studied.name]
+        if not studies:
+            raise ValueError("it holds no study of such a name" if options.only else "it holds no measurements")
+        console.print(report.describe(studies))
+        if options.out is not None:
+            try:
+                written = report.save(studies, options.out)
+            except ImportError as error:
+                raise ValueError(f"pictures need Matplotlib: pip install 'cuflash[plot]' ({error})") from error
+            console.print(f"{len(written)} pictures in {options.out}")
     return 0
 
 

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optuna
+from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 from rich.table import Table
 
 from cuflash.tuning import record
-from cuflash.tuning.study import MEASURED, open_storage, quiet
+from cuflash.tuning.study import MEASURED, quiet
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,9 +47,8 @@ def newest_journal() -> str | None:
     return f"journal://{journals[-1]}" if journals else None
 
 
-def read_studies(url: str) -> Iterator[Studied]:
+def read_studies(storage: BaseStorage) -> Iterator[Studied]:
     """The studies in a storage that hold measurements."""
-    storage = open_storage(url)
     with quiet():
         for name in sorted(optuna.get_all_study_names(storage)):
             study = optuna.load_study(study_name=name, storage=storage)

@@ -16,13 +16,15 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from optuna.storages import BaseStorage, InMemoryStorage
+
 from cuflash import tuned
 from cuflash.device import DeviceInfo
 from cuflash.tuning import record, search
 from cuflash.tuning.measure import Backend, GpuBackend, MeasureError, Measurement
 from cuflash.tuning.processes import Machine
 from cuflash.tuning.space import Point, Space
-from cuflash.tuning.study import Study, open_storage
+from cuflash.tuning.study import Study
 from cuflash.tuning.table import Table, TableBackend
 from cuflash.tuning.workload import Workload
 from cuflash.winner import GpuConfig, Key, Winner, config_as_json, config_from_json, key_of
@@ -184,8 +186,8 @@ class Session:
     Parameters
     ----------
     target : Target
-    storage : str, optional
-        The URL of a storage, as `open_storage` takes it; None keeps studies in memory.
+    storage : optuna.storages.BaseStorage, optional
+        Where the studies are kept; in memory if not given.
     run : str
         Names the run, which may have several processes: what was found in it is not sought again.
     index, processes : int
@@ -205,7 +207,7 @@ class Session:
         self,
         target: Target,
         *,
-        storage: str | None = None,
+        storage: BaseStorage | None = None,
         run: str = "run",
         index: int = 0,
         processes: int = 1,
@@ -216,7 +218,7 @@ class Session:
         report: Callable[[Event], None] | None = None,
     ) -> None:
         self._target = target
-        self._storage = open_storage(storage)
+        self._storage = InMemoryStorage() if storage is None else storage
         self._run = run
         self._index = index
         self._processes = processes

@@ -15,6 +15,8 @@ import contextlib
 import json
 import math
 import os
+import random
+import time
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -24,7 +26,7 @@ from urllib.parse import urlsplit
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.samplers import TPESampler
-from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage, get_storage
+from optuna.storages import BaseStorage, InMemoryStorage, JournalStorage, RDBStorage, get_storage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock, JournalFileSymlinkLock
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
@@ -32,6 +34,7 @@ from cuflash.tuning.measure import Measurement
 from cuflash.tuning.space import Point, Space
 
 LEASE_SECONDS = 600.0
+OPENINGS = 5  # of a database; others may be making its tables at the same time
 LOCK_SECONDS = 8  # a lock that is so old was left by a process that died: an append takes milliseconds
 STARTUP_TRIALS = 10  # before the sampler models anything
 DATABASES = {"postgresql": "PostgreSQL", "mysql": "MySQL"}
@@ -66,13 +69,31 @@ def open_storage(url: str | None) -> BaseStorage:
         return JournalStorage(JournalFileBackend(path, lock(path, grace_period=LOCK_SECONDS)))
     if scheme.partition("+")[0] not in DATABASES:
         raise StorageError(f"storage must be postgresql://, mysql:// or journal:///path, got {scheme[:20]}://")
+    attempt = 0
+    while True:
+        attempt += 1
+        try:
+            return get_storage(DRIVERS.get(scheme, scheme) + url[len(scheme) :])
+        except ImportError as error:
+            driver = "psycopg[binary]" if scheme.startswith("postgresql") else "pymysql"
+            raise StorageError(f"{shown(url)}: its driver is not installed: pip install '{driver}' ({error})") from None
+        except Exception as error:  # of whichever driver; its text may hold the URL
+            statement = getattr(error, "statement", None)  # None where there is no connection
+            if statement is None or attempt == OPENINGS:
+                raise StorageError(f"{shown(url)}: {type(error).__name__}: it cannot be opened") from None
+        time.sleep(random.uniform(0.1, 0.5))
+
+
+@contextlib.contextmanager
+def opened(url: str | None) -> Iterator[BaseStorage]:
+    """The storage at `url`, whose connections are closed in the end."""
+    storage = open_storage(url)
     try:
-        return get_storage(DRIVERS.get(scheme, scheme) + url[len(scheme) :])
-    except ImportError as error:
-        driver = "psycopg[binary]" if scheme.startswith("postgresql") else "pymysql"
-        raise StorageError(f"{shown(url)}: its driver is not installed: pip install '{driver}' ({error})") from None
-    except Exception as error:  # of whichever driver; its text may hold the URL
-        raise StorageError(f"{shown(url)}: {type(error).__name__}: it cannot be opened") from None
+        yield storage
+    finally:
+        database = getattr(storage, "_backend", None)  # behind Optuna's cache
+        if isinstance(database, RDBStorage):
+            database.engine.dispose()
 
 
 def journal_path(url: str) -> Path:
