@@ -96,10 +96,12 @@ def test_claims_never_overlap(server, sweeps):
     assert sorted(point for points in got.values() for point in points) == sorted(space.points[:8])
 
 
-OPEN_AT = """
-import sys, time
+OPEN_WHEN_TOLD = """
+import sys
+import sqlalchemy
 from cuflash.tuning.study import opened
-time.sleep(max(0, float(sys.argv[2]) - time.time()))
+print("ready", flush=True)
+sys.stdin.readline()
 with opened(sys.argv[1]):
     pass
 """
@@ -111,9 +113,16 @@ def test_several_processes_open_an_empty_database_at_once(server):
 
     with psycopg.connect(server.replace("+psycopg", ""), autocommit=True) as connection:
         connection.execute("CREATE DATABASE empty")
-    arguments = [server.replace("/postgres?", "/empty?"), str(time.time() + 4)]
-    processes = [subprocess.Popen([sys.executable, "-c", OPEN_AT, *arguments]) for _ in range(4)]
-    assert [process.wait(60) for process in processes] == [0] * 4
+    command = [sys.executable, "-c", OPEN_WHEN_TOLD, server.replace("/postgres?", "/empty?")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, **pipes) for _ in range(4)]
+    assert [process.stdout.readline() for process in processes] == ["ready\n"] * 4
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    for process in processes:
+        process.communicate(timeout=60)
+    assert [process.returncode for process in processes] == [0] * 4
 
 
 def test_a_wrong_password_is_refused_and_not_told(server):

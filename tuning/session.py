@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from optuna.storages import BaseStorage, InMemoryStorage
+from optuna.storages import BaseStorage
 
 from cuflash import tuned
 from cuflash.device import DeviceInfo
@@ -218,7 +218,7 @@ class Session:
         report: Callable[[Event], None] | None = None,
     ) -> None:
         self._target = target
-        self._storage = InMemoryStorage() if storage is None else storage
+        self._storage = storage
         self._run = run
         self._index = index
         self._processes = processes
