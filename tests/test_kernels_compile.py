@@ -102,7 +102,7 @@ def test_crowded_tiles_of_one_feature_spill_next_to_nothing(architecture):
 
 @pytest.mark.parametrize("sizes", [{"n_q": 1}, {"n_k": 4096}], ids=["few-queries", "many-keys"])
 def test_hopper_tiles_for_some_sizes_compile_clean(sizes):
-    every = [Spec("bfloat16", d, d, right=d == 256) for d in (64, 128, 256)]
+    every = [Spec("bfloat16", d, d, right=right) for d in (64, 80, 128, 256) for right in (False, True)]
     usual = {spec: wgmma_default(spec, known_device("sm_90")) for spec in every}
     wanted = [spec for spec in every if wgmma_default(spec, known_device("sm_90"), **sizes) != usual[spec]]
     assert wanted
