@@ -185,7 +185,7 @@ __device__ __forceinline__ void multiply_ds_k(const BackwardWgmmaParams& a, cons
   for (;; ++ks) {
     const i32 k_slot = slot_of<kKStages>(ks);
     mbarrier_wait(shared.full_k(k_slot), parity_of<kKStages>(ks));
-    const i32 ticket = read(shared.ticket(k_slot), lane);
+    const i32 ticket = read(shared.ticket(k_slot));
     if (ticket == kNoTicket) return;
     const KeyTile tile = key_tile(a, ticket);
     i32 left = Walk(a, tile).left;
@@ -193,14 +193,13 @@ __device__ __forceinline__ void multiply_ds_k(const BackwardWgmmaParams& a, cons
       mbarrier_wait(shared.full_v(), parity_of<1>(ks));
       const i32 live_keys = min(visibility(a.p, tile.batch, 0).key_length - tile.number * kBc, kBc);
       const float unit = unit_of_ds(a, tile, &shared.at<u8>(shared.v()), live_keys, shared.maxima(), kMeetBarrier + kConsumers);
-      if (threadIdx.x % kWarpgroup == 0) {
-        shared.unit(k_slot) = unit;
-        shared.per_unit(k_slot) = 1 / (kWeightUnit * unit);
-        mbarrier_arrive(shared.full_unit(k_slot));
-      }
+      shared.unit(k_slot) = unit;  // the same of all threads
+      shared.per_unit(k_slot) = 1 / (kWeightUnit * unit);
+      __syncwarp();
+    }
+    if constexpr (kHalf) {
+      mbarrier_arrive_if(shared.full_unit(k_slot), lane == 0);
       mbarrier_wait(shared.full_unit(k_slot), parity_of<kKStages>(ks));
-    } else if (kHalf && threadIdx.x % kWarpgroup == 0) {
-      mbarrier_arrive(shared.full_unit(k_slot));
     }
 #pragma unroll 1
     for (; left > 0; --left, ++steps) {
@@ -232,6 +231,7 @@ __device__ __forceinline__ void multiply_ds_k(const BackwardWgmmaParams& a, cons
         mbarrier_arrive_if(shared.full_dq(dq_slot), lane == 0);
       }
     }
+    __syncwarp();  // all lanes have read what lies beside K
     mbarrier_arrive_if(shared.empty_k(k_slot), lane == 0);
   }
 }
@@ -317,7 +317,7 @@ struct Consumer : KeyOwner {
   }
 
   __device__ __forceinline__ void store(float per_unit) const {
-    const KeyTile of = key_tile(a, read(shared.ticket(k_ring.slot), lane()));  // once more, so that it need not be kept
+    const KeyTile of = key_tile(a, read(shared.ticket(k_ring.slot)));  // once more, so that it need not be kept
     const i32 key = first_key(of) + own_key();
     store_dv(of, key, dv);
     store_dk(of, key, dk, per_unit);
@@ -329,7 +329,7 @@ struct Consumer : KeyOwner {
       const i32 k_slot = k_ring.slot;
       const u32 v_parity = kKStages == 1 ? k_ring.parity : k_slot;
       mbarrier_wait(shared.full_k(k_slot), k_ring.parity);
-      const i32 ticket = read(shared.ticket(k_slot), lane());
+      const i32 ticket = read(shared.ticket(k_slot));
       if (ticket == kNoTicket) return;
       const KeyTile of = key_tile(a, ticket);
 #pragma unroll
@@ -396,7 +396,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_wgmma_keys(co
     for (const TensorMap* map : {&a.q_map, &a.dout_map, &a.k_map, &a.v_map}) prefetch_tensormap(map);
     for (i32 slot = 0; slot < kKStages; ++slot) {
       mbarrier_init(shared.full_k(slot), 1);
-      mbarrier_init(shared.full_unit(slot), 1);
+      mbarrier_init(shared.full_unit(slot), kWarps);
       mbarrier_init(shared.empty_k(slot), kConsumerWarps + kWarps + 1);
     }
     mbarrier_init(shared.full_v(), 1);

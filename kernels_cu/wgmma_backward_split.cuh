@@ -75,7 +75,7 @@ struct Weigher : KeyOwner {
     for (;;) {
       const i32 k_slot = k_ring.slot;
       mbarrier_wait(shared.full_k(k_slot), k_ring.parity);
-      const i32 ticket = read(shared.ticket(k_slot), lane());
+      const i32 ticket = read(shared.ticket(k_slot));
       if (ticket == kNoTicket) return;
       const KeyTile of = key_tile(a, ticket);
 #pragma unroll
@@ -95,7 +95,7 @@ struct Weigher : KeyOwner {
         while (walk.left > 1) step<false>(of, walk);
         step<true>(of, walk);
       }
-      const KeyTile again = key_tile(a, read(shared.ticket(k_slot), lane()));  // so that it need not be kept
+      const KeyTile again = key_tile(a, read(shared.ticket(k_slot)));  // so that it need not be kept
       store_dv(again, first_key(again) + own_key(), dv);
       __syncwarp();  // all lanes have read what lies beside K
       arrive(shared.empty_k(k_slot));
@@ -129,13 +129,14 @@ struct Differentiator : KeyOwner {
 #pragma unroll
     for (i32 b = 0; b < kBr / kBlock; ++b) {
       const auto of_two_blocks = *reinterpret_cast<const Vector<float, 4>*>(delta + kBlock * (b - b % 2));
+      const float shift[2] = {of_two_blocks.x[2 * (b % 2)] * unit, of_two_blocks.x[2 * (b % 2) + 1] * unit};
 #pragma unroll
       for (i32 r = 0; r < 2; ++r) {
         const Vector<float, 2> p = weights[(2 * b + r) * kWarpgroup];
 #pragma unroll
         for (i32 e = 0; e < 2; ++e) {
           float& x = dp[4 * b + 2 * r + e];
-          const float ds = p.x[e] * (x - of_two_blocks.x[2 * (b % 2) + e]) * unit;
+          const float ds = p.x[e] * less_delta(x, shift[e], unit);
           x = kMasked && p.x[e] < Weights::kLeast ? 0 : ds;
         }
       }
@@ -188,7 +189,7 @@ struct Differentiator : KeyOwner {
       const i32 k_slot = k_ring.slot;
       const u32 v_parity = kKStages == 1 ? k_ring.parity : k_slot;
       mbarrier_wait(shared.full_k(k_slot), k_ring.parity);
-      const i32 ticket = read(shared.ticket(k_slot), lane());
+      const i32 ticket = read(shared.ticket(k_slot));
       if (ticket == kNoTicket) return;
       const KeyTile of = key_tile(a, ticket);
 #pragma unroll
@@ -210,7 +211,7 @@ struct Differentiator : KeyOwner {
         __syncwarp();  // all lanes have seen that V is there
         arrive(shared.empty_v());
       }
-      const KeyTile again = key_tile(a, read(shared.ticket(k_slot), lane()));  // so that it need not be kept
+      const KeyTile again = key_tile(a, read(shared.ticket(k_slot)));  // so that it need not be kept
       store_dk(again, first_key(again) + own_key(), dk, per_unit);
       __syncwarp();  // all lanes have read what lies beside K
       arrive(shared.empty_k(k_slot));

@@ -107,6 +107,9 @@ __device__ __forceinline__ void weigh(float (&s)[kSRegisters], const float* lse,
   }
 }
 
+// dP - delta, in `unit`, a power of two; `shift` is delta in that unit
+__device__ __forceinline__ float less_delta(float dp, float shift, float unit) { return kHalf ? fmaf(dp, unit, -shift) : dp - shift; }
+
 // dS = P o (dP - delta), times the derivative of the score; in place. Of pairs that are not seen nothing is multiplied: delta may be
 // anything there.
 template <bool kMasked>
@@ -116,6 +119,7 @@ __device__ __forceinline__ void differentiate(float (&dp)[kSRegisters], const We
 #pragma unroll
   for (i32 b = 0; b < kBr / kBlock; ++b) {
     const Vector<float, 4> of_two_blocks = *reinterpret_cast<const Vector<float, 4>*>(delta + kBlock * (b - b % 2));
+    const float shift[2] = {of_two_blocks.x[2 * (b % 2)] * unit, of_two_blocks.x[2 * (b % 2) + 1] * unit};
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
       const Vector<float, 2> p = weights.of_pair(2 * b + r);
@@ -124,8 +128,7 @@ __device__ __forceinline__ void differentiate(float (&dp)[kSRegisters], const We
 #pragma unroll
       for (i32 e = 0; e < 2; ++e) {
         float& x = dp[4 * b + 2 * r + e];
-        const float of_row = of_two_blocks.x[2 * (b % 2) + e];
-        const float ds = p.x[e] * (x - of_row) * (kHalf ? unit : 1);
+        const float ds = p.x[e] * less_delta(x, shift[e], unit);
         x = kMasked && p.x[e] < Weights::kLeast ? 0 : kSoftcap ? ds * slope.x[e] : ds;
       }
     }
