@@ -16,6 +16,7 @@ template <i32 n> __device__ __forceinline__ void max_of_warpgroup(float (&x)[n],
   for (i32 step = 1; step < 32; step *= 2)
 #pragma unroll
     for (i32 i = 0; i < n; ++i) x[i] = fmaxf(x[i], __shfl_xor_sync(0xffffffff, x[i], step));
+  bar_sync(barrier, kWarpgroup);  // the maxima before have been read
 #pragma unroll
   for (i32 i = 0; i < n; ++i) shared[4 * i + threadIdx.x / 32 % 4] = x[i];  // the same of all lanes
   bar_sync(barrier, kWarpgroup);
@@ -23,14 +24,23 @@ template <i32 n> __device__ __forceinline__ void max_of_warpgroup(float (&x)[n],
   for (i32 i = 0; i < n; ++i) x[i] = fmaxf(fmaxf(shared[4 * i], shared[4 * i + 1]), fmaxf(shared[4 * i + 2], shared[4 * i + 3]));
 }
 
-// The power of two that brings the bound  |dO| |V| + |delta|  of |dP - delta|, over what is finite, to between 1 and 2. `v` is the tile
-// of V, of which `live_keys` count.
-__device__ __forceinline__ float unit_of_ds(const BackwardWgmmaParams& a, const KeyTile& tile, const u8* v, i32 live_keys, float* shared, i32 barrier) {
+// The power of two that brings the bound  |dO| |V| + |delta|  of |dP - delta| to between 1 and 2; `sizes` of dO, delta and V
+__device__ __forceinline__ float unit_for(const float (&sizes)[3]) {
+  const float bound = sqrtf(kDv) * sizes[0] * sizes[2] + sizes[1];
+  const i32 exponent = static_cast<i32>(__float_as_uint(bound) >> 23) - 127;
+  return __uint_as_float(static_cast<u32>(127 - min(max(exponent, -60), 60)) << 23);
+}
+
+// The largest finite numbers of dO (of its rows' norms), delta and V that a tile of keys meets. `v` is the tile of V, of which
+// `live_keys` count.
+__device__ __forceinline__ void find_sizes(float (&sizes)[3], const BackwardWgmmaParams& a, const KeyTile& tile, const u8* v, i32 live_keys,
+                                           float* shared, i32 barrier) {
   using Four = Vector<float, 4>;
   const Params& p = a.p;
   const i32 thread = threadIdx.x % kWarpgroup;
   const RowTiles rows = row_tiles(visibility(p, tile.batch, 0), tile.number * kBc, (tile.number + 1) * kBc);
-  float sizes[3] = {};  // of dO, delta, V
+#pragma unroll
+  for (i32 i = 0; i < 3; ++i) sizes[i] = 0;
 #pragma unroll 1
   for (i32 head = 0; head < p.group; ++head) {
     const i64 first = (static_cast<i64>(tile.batch) * p.heads + tile.kv_head * p.group + head) * p.statistics_rows;
@@ -51,7 +61,4 @@ __device__ __forceinline__ float unit_of_ds(const BackwardWgmmaParams& a, const 
     for (i32 e = 0; e < kChunkElements; ++e) sizes[2] = fmaxf(sizes[2], finite_size(to_real(chunk.x[e])));
   }
   max_of_warpgroup(sizes, shared, barrier);
-  const float bound = sqrtf(kDv) * sizes[0] * sizes[2] + sizes[1];
-  const i32 exponent = static_cast<i32>(__float_as_uint(bound) >> 23) - 127;
-  return __uint_as_float(static_cast<u32>(127 - min(max(exponent, -60), 60)) << 23);
 }
