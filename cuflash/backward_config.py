@@ -260,7 +260,7 @@ class BackwardWgmmaConfig:
     k_stages : int
         Tiles of K in shared memory: with 2, the next one arrives early.
     dq_stages : int
-        Pieces of dQ, 64 rows of up to 64 columns, in shared memory.
+        Pieces of dQ, 64 rows of up to 64 columns, in shared memory; 2 where dQ has a kernel of its own.
     waves : int
         How many times as many tiles of keys are worked on together, of as many heads as that takes, as there are
         multiprocessors.
@@ -366,6 +366,8 @@ class BackwardWgmmaConfig:
             return f"b_c must be 64 or 128, got {self.b_c}"
         if self.splits_products and self.b_r != WARPGROUP_ROWS:
             return f"b_r must be 64 where b_c is, got {self.b_r}"
+        if self.splits_products and self.dq_stages != 2:
+            return f"dq_stages must be 2 where b_c is 64, for no pieces of dQ are summed, got {self.dq_stages}"
         if self.k_stages > 2:
             return f"k_stages must be 1 or 2, got {self.k_stages}"
         if self.dq_stages < 2:

@@ -5,10 +5,13 @@
 //
 // FlashAttention, Algorithm 4, with S and dP transposed as in FlashAttention-3: P^T and dS^T leave their products as the next ones take
 // them, in registers. A block owns a tile of B_c keys and walks over the tiles of B_r query rows that see them, for all query heads that
-// share them. One thread of the first warpgroup asks TMA for tiles; each of the last ones, the consumers, owns 64 keys and sums up their
-// dK and dV, or, where registers have no room for that, both own the same keys (wgmma_backward_split.cuh); between them, one takes dS^T
-// from all consumers and multiplies it with K. These parts of dQ leave for sums in device memory, in an order that the last of the warps of
-// the first warpgroup keeps (wgmma_backward_order.cuh); at the end they become dQ.
+// share them. One thread of the first warpgroup asks TMA for tiles; each of the last two, the consumers, owns 64 keys and sums up their
+// dK and dV; between them, one takes dS^T from both and multiplies it with K. These parts of dQ leave for sums in device memory, in an order
+// that the last of the warps of the first warpgroup keeps (wgmma_backward_order.cuh); at the end they become dQ.
+//
+// Where registers have no room for dK and dV of 64 keys, both consumers own the same 64, one of them for dV and the other for dK
+// (wgmma_backward_split.cuh). So few keys make too many parts of dQ, which has a kernel of its own then, and no sums in device memory
+// (wgmma_backward_rows.cuh).
 //
 // Of a step's five products a consumer has two under way while it computes: dP^T and dV while it makes dS^T, dK and the S^T of the next
 // rows while it makes their P^T. While dV is under way, its operand P^T is read for dS^T: PTX leaves that undefined as much as a write, but

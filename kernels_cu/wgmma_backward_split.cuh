@@ -3,8 +3,8 @@
 //
 // No wait can close a circle. Tiles of rows are asked for in the order Q 0, dO 0, Q 1, dO 1, ... Of step j, the weigher waits for Q j + 1,
 // then for dO j; P j + 1 for P j to have been read. The differentiator waits for P j, then for dO j + 1, and releases Q j thereafter. So
-// whoever waits for what belongs to step j has released all that belongs to step j - 2, and dO j - 1 and P j - 1 once both came to step j:
-// Q j + 1, of two slots, needs the end of step j - 1 of both, and that needs dO j, which was asked for before Q j + 1.
+// whoever waits for what belongs to step j has released all that belongs to step j - 2, and both slots of Q and of dO were released for
+// what comes into them once both consumers came to step j.
 #pragma once
 
 constexpr u32 kWriterWarps = kSplit ? 4 : 4 * kConsumers;  // that make dS^T, and read V

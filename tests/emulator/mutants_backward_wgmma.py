@@ -192,8 +192,8 @@ MUTANTS = [
     Mutant(
         "panels-of-ds-k-too-near",
         TILE,
-        "column_operand(kSplit ? opaque(k) : k, KTile::kPanelBytes)",
-        "column_operand(k, 16)",
+        "b = column_operand(k, KTile::kPanelBytes)",
+        "b = column_operand(k, 16)",
         ("panels",),
         also=(("kDqColumns = kD < kPanelColumns ? kD : kPanelColumns", "kDqColumns = kD"),),
     ),
