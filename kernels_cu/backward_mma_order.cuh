@@ -34,9 +34,12 @@ __device__ __forceinline__ Place take_tile(const MmaParams& own, u32* shared) {
   return {head / (p.heads / p.group), head % (p.heads / p.group), within / width};
 }
 
-// One step of a block's walk: a row tile of one of the heads that share its keys
+// One step of a block's walk: a row tile of one of the `group` heads that share its keys; each tile of all heads, then the tile before it
 struct Visit {
   i32 head, tile;
+
+  __device__ __forceinline__ Visit after(i32 group) const { return head + 1 < group ? Visit{head + 1, tile} : Visit{0, tile - 1}; }
+  __device__ __forceinline__ Visit before(i32 group) const { return head > 0 ? Visit{head - 1, tile} : Visit{group - 1, tile + 1}; }
 };
 
 // red takes a subnormal number for 0, be it the sum or what is added. Beside numbers of this size, that is less than their rounding. Where

@@ -208,7 +208,7 @@ MUTANTS = [
     ),
     Mutant("ds-in-one-place", "backward_mma_shared.cuh", "(1 + step % 2) * kPBytes", "kPBytes", ("plain",)),
     # ---- the order of sums ----
-    Mutant("turn-not-waited-for", KERNEL, "    sums.take_turn(visit(step), is_turn);\n", "", ("plain",)),
+    Mutant("turn-not-waited-for", KERNEL, "    sums.take_turn(of, is_turn);\n", "", ("plain",)),
     Mutant("turn-never-ended", KERNEL, "  sums.end_turn();\n", "", ("plain",)),
     Mutant(
         "turn-ended-before-it-is-used", ORDER, "      added = count;", "      red_release_add(count, 1);", ("plain",)
