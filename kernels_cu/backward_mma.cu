@@ -180,11 +180,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) backward_mma_
     }
     wait_for_copies<0>();  // Q_i and dO_i have arrived
     __syncthreads();       // for every thread; dS of the step before is whole, and every warp is done with what is replaced below
-    if (kStages == 2 && !kSpreadCopies && step + 1 < steps) load_rows(step + 1, now.after(p.group));
-    commit_copies();
     if (step > 0 && (is_early || step == steps)) add_dq(step - 1, now.before(p.group));
     if (step == steps) break;
 
+    if (kStages == 2 && !kSpreadCopies && step + 1 < steps) load_rows(step + 1, now.after(p.group));
+    commit_copies();
     const i32 first_row = now.tile * kBr;
     const bool whole = rows.whole(now.tile);
     if (kSpreadCopies) next = now.after(p.group);
