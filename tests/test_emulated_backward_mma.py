@@ -216,7 +216,8 @@ MUTANTS = [
     Mutant("turn-of-another-warp", ORDER, "visit.tile) * kWarps + warp.index", "visit.tile) * kWarps", ("plain",)),
     Mutant("turn-of-the-arrays", ORDER, "(kLeft ? see.first_key(visit.tile * kBr) / kBc : 0)", "0", ("window",)),
     Mutant("first-sum-added", ORDER, "turn(visit) == 0", "false", ("plain",)),
-    Mutant("small-vectors-by-red", ORDER, ")) >= kLeastForRed", ")) >= 0", ("denormal",)),
+    Mutant("small-vectors-by-red", ORDER, "|| largest_of(x) >= kLeastForRed", "|| true", ("denormal",)),
+    Mutant("small-numbers-not-looked-for", ORDER, "dq, unit) >= kLeastForRed", "dq, unit) >= 0", ("denormal",)),
     Mutant("small-numbers-by-red", ORDER, "(x[e]) >= kLeastForRed", "(x[e]) >= 0", ("denormal-one-by-one",)),
     Mutant("sums-of-the-first-head", ORDER, "own.p.group + visit.head;", "own.p.group;", ("plain",)),
     # ---- fragments ----
