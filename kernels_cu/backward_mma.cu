@@ -153,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) backward_mma_
   const auto add_dq = [&](i32 step, Visit of) {  // of a step whose dS^T is in shared memory
     const bool is_turn = sums.look(of);
     DqFragments dq = {};
-    multiply_columns<true, kBc, kBr, kD>(dq, shared.ds(step), warp.dq_row, shared.k(), warp.dq_columns, lane, Element{});
+    multiply_columns<true, kBc, kBr, kD>(dq, shared.ds(step), warp.dq_row, shared.k(), 0, warp.dq_columns, lane, Element{});
     sums.take_turn(of, is_turn);
     sums.add(of, dq, 1 / unit);
   };
@@ -211,12 +211,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) backward_mma_
     else
       store_ds<true>(shared.ds(step), s, dp, shared.delta(step), unit, warp, lane);
 
+    if constexpr (kOwnInRegisters) {
+      multiply_own(dv, s, shared.dout(step), warp.row, warp.v_columns, lane, Element{});
+      multiply_own(dk, dp, shared.q(step), warp.row, warp.k_columns, lane, Element{});
+    }
     if (kWarpsAside > 1)
       bar_sync(1 + warp.index / kWarpsAside, 32 * kWarpsAside);  // P^T and dS^T of the warps that share keys are whole
     else
       __syncwarp();
-    multiply_columns<false, kBr, kBr, kDv>(dv, shared.p(), warp.key, shared.dout(step), warp.v_columns, lane, Element{});
-    multiply_columns<false, kBr, kBr, kD>(dk, shared.ds(step), warp.key, shared.q(step), warp.k_columns, lane, Element{});
+    if constexpr (kOwnInRegisters) {
+#pragma unroll
+      for (i32 other = kRows; other < kBr; other += kRows) {
+        const i32 row = (warp.row + other) % kBr;
+        multiply_columns<false, kRows, kBr, kDv>(dv, shared.p(), warp.key, shared.dout(step), row, warp.v_columns, lane, Element{});
+        multiply_columns<false, kRows, kBr, kD>(dk, shared.ds(step), warp.key, shared.q(step), row, warp.k_columns, lane, Element{});
+      }
+    } else {
+      multiply_columns<false, kBr, kBr, kDv>(dv, shared.p(), warp.key, shared.dout(step), 0, warp.v_columns, lane, Element{});
+      multiply_columns<false, kBr, kBr, kD>(dk, shared.ds(step), warp.key, shared.q(step), 0, warp.k_columns, lane, Element{});
+    }
     if (step > 0 && !is_early) add_dq(step - 1, now.before(p.group));
   }
 

@@ -56,9 +56,9 @@ __device__ __forceinline__ void weigh(ScoreFragments& s, u8* p_tile, const float
   }
 }
 
-// dP^T becomes dS^T, times `unit`, in shared memory.
+// dP^T becomes dS^T, times `unit`, and goes to shared memory.
 template <bool kMasked>
-__device__ __forceinline__ void store_ds(u8* ds_tile, const ScoreFragments& s, const ScoreFragments& dp, const float* row_delta, float unit,
+__device__ __forceinline__ void store_ds(u8* ds_tile, const ScoreFragments& s, ScoreFragments& dp, const float* row_delta, float unit,
                                          const Warp& warp, Lane lane) {
   const float factor = unit / kWeightUnit;  // a power of two
 #pragma unroll
@@ -73,7 +73,7 @@ __device__ __forceinline__ void store_ds(u8* ds_tile, const ScoreFragments& s, c
       for (i32 e = 0; e < 4; ++e) {
         const float above = fmaf(dp[i][j][e], factor, -scaled_delta[e % 2]);
         const bool unseen = kMasked && __float_as_uint(s[i][j][e]) == 0x80000000;
-        ds[e] = unseen ? 0 : s[i][j][e] * above;
+        ds[e] = dp[i][j][e] = unseen ? 0 : s[i][j][e] * above;
       }
 #pragma unroll
       for (i32 e = 0; e < 4; e += 2) store_pair(ds_tile, warp.key + i * kRowBlock + lane.g + 4 * e, column, ds[e], ds[e + 1], Element{});

@@ -94,7 +94,7 @@ template <class Tile> __device__ __forceinline__ float number_at(const u8* tile,
 
 template <bool kTransposed, i32 kDepth, i32 kColumnsA, i32 kColumns, i32 kWarpsAside, i32 kRowBlocks>
 __device__ __forceinline__ void multiply_columns(float (&x)[kRowBlocks][Share<kColumns, kWarpsAside>::kBlocks][4], const u8* a_tile, i32 a_first,
-                                                 const u8* b_tile, Share<kColumns, kWarpsAside> own, Lane lane, float) {
+                                                 const u8* b_tile, i32 /*b_first: 0*/, Share<kColumns, kWarpsAside> own, Lane lane, float) {
   using ATile = TileLayout<kColumnsA>;
   using BTile = TileLayout<kColumns>;
   constexpr i32 kPairChunks = kPair / kChunkElements, kBlockChunks = kColumnBlock / kChunkElements;
