@@ -344,9 +344,11 @@ struct Consumer {
       begin_turn();
       end_turn();
       mbarrier_wait(shared.full_k(k_ring.slot), k_ring.parity);
+      __syncwarp();  // all lanes have seen the phase end before one of them lets the next begin
       arrive(shared.empty_k(k_ring.slot));
       k_ring.advance();
       mbarrier_wait(shared.full_v(v_ring.slot), v_ring.parity);
+      __syncwarp();
       arrive(shared.empty_v(v_ring.slot));
       v_ring.advance();
     }
