@@ -282,7 +282,6 @@ struct Consumer {
     Rows::weigh(s, c, offset, sum);
 
     if constexpr (kPending) {
-      if constexpr (kFirst) pin(s);  // the weights before the wait
       wgmma_wait_group<0>();
       pin(o);
       arrive(shared.empty_v(v_ring.slot));

@@ -51,8 +51,7 @@ PANELS, RING = "wgmma_panels.cuh", "wgmma_ring.cuh"
 WAIT_FOR_S = "    wgmma_wait_group<kPending ? 1 : 0>();\n    pin(s);\n"
 WAIT_FOR_O = "      wgmma_wait_group<0>();\n      pin(o);\n"
 RELEASE_K = "    arrive(shared.empty_k(k_ring.slot));\n    mbarrier_arrive_if(shared.empty_q"
-PIN_S = "      if constexpr (kFirst) pin(s);  // the weights before the wait\n"
-RELEASE_V = PIN_S + "      arrive(shared.empty_v(v_ring.slot));\n"  # where WAIT_FOR_O no longer stands between
+RELEASE_V = "(kPending) {\n      arrive(shared.empty_v(v_ring.slot));\n"  # where WAIT_FOR_O no longer stands between
 SEEN_BY_ALL = "      __syncwarp();  // all lanes have seen the phase end before one of them lets the next begin\n"
 STAGE_READ = "    __syncwarp();  // the panel before has been read, or that of the rows before\n"
 TELL_ROWS = "      *shared.row_work(q_ring.slot, w) = work;\n"
