@@ -282,7 +282,6 @@ struct Consumer {
     Rows::weigh(s, c, offset, sum);
 
     if constexpr (kPending) {
-      if constexpr (kFirst) pin(s);  // the weights before the wait
       wgmma_wait_group<0>();
       pin(o);
       arrive(shared.empty_v(v_ring.slot));
@@ -344,9 +343,11 @@ struct Consumer {
       begin_turn();
       end_turn();
       mbarrier_wait(shared.full_k(k_ring.slot), k_ring.parity);
+      __syncwarp();  // all lanes have seen the phase end before one of them lets the next begin
       arrive(shared.empty_k(k_ring.slot));
       k_ring.advance();
       mbarrier_wait(shared.full_v(v_ring.slot), v_ring.parity);
+      __syncwarp();
       arrive(shared.empty_v(v_ring.slot));
       v_ring.advance();
     }

@@ -15,7 +15,7 @@ constexpr float kMostOfSum = 2;      // times l: as much may the weights of a ti
 constexpr float kLost = 0x1p100f;    // such a sum is as good as infinite: the factor that makes up for it would not be a normal number
 constexpr float kFar = 1024;         // of references in log2 units: beyond it, the rounding of c m would show in P
 constexpr float kLargest = 3.4028234664e38f;
-constexpr i32 kRepairs = kSpeculative ? 4 : 0;
+constexpr i32 kRepairs = kSpeculative ? 2 : 0;
 constexpr i32 kPartKeys = 16;        // of a tile, whose scores are computed again at a time
 
 // c. Where the scale is folded into it, its sign, and a scale of 0, are Q's.

@@ -29,6 +29,19 @@ PROBLEMS = {
         USUAL,
     ),
     "negative": (Case("wgmma-negative", **SIZED, options={"scale": -0.3}), replace(USUAL, ping_pong=False)),
+    "passing-over": (
+        Case("wgmma-passing-over", **SIZED | {"n": (512, 512), "d": (16, 16)}, options={"window": (0, 0)}),
+        WgmmaConfig(consumers=2, b_c=16, stages=1, ping_pong=False),
+    ),
+    "two-ends": (
+        Case(
+            "wgmma-two-ends",
+            **SIZED | {"n": (300, 300), "d": (16, 16)},
+            q_lengths=(100,),
+            options={"causal": True, "window": (1, None)},
+        ),
+        WgmmaConfig(consumers=2, b_c=64),
+    ),
     "panels": (Case("wgmma-panels", **SIZED | {"d": (80, 144)}), USUAL),
 }
 
@@ -38,8 +51,9 @@ PANELS, RING = "wgmma_panels.cuh", "wgmma_ring.cuh"
 WAIT_FOR_S = "    wgmma_wait_group<kPending ? 1 : 0>();\n    pin(s);\n"
 WAIT_FOR_O = "      wgmma_wait_group<0>();\n      pin(o);\n"
 RELEASE_K = "    arrive(shared.empty_k(k_ring.slot));\n    mbarrier_arrive_if(shared.empty_q"
-PIN_S = "      if constexpr (kFirst) pin(s);  // the weights before the wait\n"
-RELEASE_V = PIN_S + "      arrive(shared.empty_v(v_ring.slot));\n"  # where WAIT_FOR_O no longer stands between
+RELEASE_V = "(kPending) {\n      arrive(shared.empty_v(v_ring.slot));\n"  # where WAIT_FOR_O no longer stands between
+SEEN_BY_ALL = "      __syncwarp();  // all lanes have seen the phase end before one of them lets the next begin\n"
+STAGE_READ = "    __syncwarp();  // the panel before has been read, or that of the rows before\n"
 TELL_ROWS = "      *shared.row_work(q_ring.slot, w) = work;\n"
 MUTANTS = [
     # ---- tiles that are released too early, or read too early ----
@@ -84,6 +98,11 @@ MUTANTS = [
         "    mbarrier_wait(shared.empty_k(k_ring.slot), k_ring.parity);\n",
         "",
         ("plain",),
+    ),
+    Mutant(
+        "tiles-passed-over-before-all-lanes-saw-them",
+        *(KERNEL, SEEN_BY_ALL + "      arrive(shared.empty_k", "      arrive(shared.empty_k", ("passing-over",)),
+        also=(("      __syncwarp();\n      arrive(shared.empty_v", "      arrive(shared.empty_v"),),
     ),
     # ---- barriers: phases, counts, bytes ----
     Mutant("consumer-starts-a-phase-ahead", RING, "u32 parity = 0;", "u32 parity = 1;", ("plain",)),
@@ -187,12 +206,17 @@ MUTANTS = [
         ("soaring",),
     ),
     Mutant("lost-scores-of-other-keys", KERNEL, "(j + 1) * kBc + key, lane)", "(j + 1) * kBc, lane)", ("soaring",)),
-    Mutant("lost-scores-of-other-rows", TILE, "of.row0 + 8 * (i % 2)", "of.row0", ("soaring",)),
+    Mutant("lost-scores-of-other-rows", TILE, "of.row0 + 8 * r", "of.row0", ("soaring",)),
+    Mutant("lost-scores-of-other-columns", TILE, "kStep * step + 4 *", "4 *", ("soaring",)),
     Mutant("lost-scores-of-the-other-sign", KERNEL, "a.p.scale_log2 < 0)  // as", "false)  // as", ("soaring",)),
     Mutant("coarse-reference", SOFTMAX, "fabsf(m * c) < kFar", "fabsf(m * c) < 1e30f", ("hot",)),
     Mutant("l-of-one-lane", STORE, "sum_over_quad(rows.l[r])", "rows.l[r]", ("plain",)),
     Mutant("lse-of-base-2", SOFTMAX, " * static_cast<Lse>(kLn2) + log_of", " + log_of", ("plain",)),
     Mutant("rows-beyond-the-end-written", STORE, "row < live_rows && (panel", "(panel", ("plain",)),
-    Mutant("stage-overwritten-too-early", STORE, "if (panel > 0) __syncwarp();", "", ("panels",)),
+    Mutant("stage-overwritten-too-early", STORE, STAGE_READ, "", ("panels",)),
+    Mutant(
+        "stage-of-other-rows-overwritten-too-early",
+        *(STORE, STAGE_READ, "    if (panel > 0) __syncwarp();\n", ("two-ends",)),
+    ),
     Mutant("stage-read-too-early", STORE, "    }\n    __syncwarp();\n", "    }\n", ("plain",)),
 ]
