@@ -220,7 +220,6 @@ struct Consumer {
   Ring<kStages> k_ring, v_ring;
   Ring<kQStages> q_ring;
   Ring<Shared::kBiasSlots> bias_ring;
-  i32 bias_before;  // the slot of the last step
   RowWork work = {};  // rows.row0: this lane's first row
   i32 j;              // the key tile at hand
 
@@ -341,7 +340,6 @@ struct Consumer {
     }
     if (j == work.tiles.first) q_ring.advance();
     k_ring.advance();
-    bias_before = bias_ring.slot;
     bias_ring.advance();
     --j;
     if (kSpeculative && !kFirst && rows.may_be_outgrown(sum)) return true;
@@ -351,11 +349,12 @@ struct Consumer {
 
   // The last step's softmax again, where references were too small for it
   __device__ __forceinline__ void repair() {
+    const i32 bias_slot = (bias_ring.slot == 0 ? Shared::kBiasSlots : bias_ring.slot) - 1;
     rows.repair(s, sum, p, o, c, [&](float (&part)[kPartKeys / 2], i32 key) {
       multiply_q_k_again(part, a.p, work.rows, (j + 1) * kBc + key, lane);
       if (kFolded && a.p.scale_log2 < 0)  // as Q had it
         for (float& x : part) x = -x;
-      finish_scores_of_tile<kPassesOver || kMask>(part, key, j + 1, bias_before);
+      finish_scores_of_tile<kPassesOver || kMask>(part, key, j + 1, bias_slot);
     });
     rows.add(sum);
   }
