@@ -76,25 +76,27 @@ template <i32 n>
 __device__ __forceinline__ void add_bias_of_rows(float (&s)[n], const Scores& score, const i32 (&row)[2], i32 key0) {
   using Pair = Vector<BiasElement, 2>;
   constexpr i32 kTogether = 16 / sizeof(BiasElement);
-  const BiasElement* const of_row[2] = {score.bias + row[0] * score.bias_row, score.bias + row[1] * score.bias_row};
+  const BiasElement* of_row[2];  // from the lane's first key on
+#pragma unroll
+  for (i32 r = 0; r < 2; ++r) of_row[r] = score.bias + row[r] * score.bias_row + key0 * score.bias_column;
   const bool in_pairs = score.bias_column == 1 && score.bias_row % 2 == 0 && reinterpret_cast<u64>(score.bias) % sizeof(Pair) == 0;
 #pragma unroll
   for (i32 first = 0; first < n / 4; first += kTogether) {
-    Pair bias[2 * kTogether];
+    float bias[4 * kTogether];
     if (in_pairs) {
 #pragma unroll
-      for (i32 i = 0; i < 2 * kTogether; ++i)
-        if (first + i / 2 < n / 4) bias[i] = *reinterpret_cast<const Pair*>(of_row[i % 2] + key0 + kBlock * (first + i / 2));
+      for (i32 i = 0; i < 2 * kTogether && 2 * first + i < n / 2; ++i) {
+        const Pair pair = *reinterpret_cast<const Pair*>(of_row[i % 2] + kBlock * (first + i / 2));
+#pragma unroll
+        for (i32 e = 0; e < 2; ++e) bias[2 * i + e] = to_real(pair.x[e]);
+      }
     } else {
 #pragma unroll
-      for (i32 i = 0; i < 2 * kTogether; ++i)
-#pragma unroll
-        for (i32 e = 0; e < 2; ++e)
-          if (first + i / 2 < n / 4) bias[i].x[e] = of_row[i % 2][(key0 + kBlock * (first + i / 2) + e) * score.bias_column];
+      for (i32 i = 0; i < 4 * kTogether && 4 * first + i < n; ++i)
+        bias[i] = to_real(of_row[row_of_s(i)][(kBlock * (first + i / 4) + i % 2) * score.bias_column]);
     }
 #pragma unroll
-    for (i32 i = 0; i < 4 * kTogether; ++i)
-      if (4 * first + i < n) s[4 * first + i] = biased(score, s[4 * first + i], to_real(bias[i / 2].x[i % 2]));
+    for (i32 i = 0; i < 4 * kTogether && 4 * first + i < n; ++i) s[4 * first + i] = biased(score, s[4 * first + i], bias[i]);
   }
 }
 

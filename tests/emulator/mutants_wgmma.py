@@ -219,7 +219,7 @@ MUTANTS = [
     Mutant(
         "bias-of-one-row-for-two",
         SOFTMAX,
-        "score.bias + row[1] * score.bias_row",
+        "score.bias + row[r] * score.bias_row",
         "score.bias + row[0] * score.bias_row",
         ("bias-of-rows",),
     ),
@@ -230,8 +230,8 @@ MUTANTS = [
     Mutant(
         "bias-of-the-first-blocks",
         SOFTMAX,
-        "kBlock * (first + i / 2) + e) * score",
-        "kBlock * (i / 2) + e) * score",
+        "kBlock * (first + i / 4) + i % 2",
+        "kBlock * (i / 4) + i % 2",
         ("bias-of-odd-rows",),
     ),
     # ---- which keys, rows and heads ----
