@@ -166,7 +166,7 @@ WGMMA_DEFAULTS = (
     WgmmaDefault(128, lean=True, config=WgmmaConfig(2, 128, stages=2, q_stages=2)),
     WgmmaDefault(256, lean=True, config=WgmmaConfig(1, 64, stages=2, ping_pong=False), max_queries=64),
     WgmmaDefault(192, lean=True, config=WgmmaConfig(2, 96, stages=2)),
-    WgmmaDefault(256, lean=True, config=WgmmaConfig(2, 64, stages=2), bias_of_keys=False),
+    WgmmaDefault(256, lean=True, config=WgmmaConfig(2, 64, stages=2)),
     WgmmaDefault(128, lean=False, config=WgmmaConfig(2, 64, stages=3, q_stages=2), crowded=True),
     WgmmaDefault(256, lean=False, config=WgmmaConfig(2, 32, stages=2)),
 )

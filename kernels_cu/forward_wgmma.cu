@@ -288,6 +288,8 @@ struct Consumer {
     }
     if (kMayBeCut && !work.tiles.whole(j))
       finish_scores<true>(s, score, visible(), work.rows.row0, key0);
+    else if constexpr (kBias && !kScored)
+      add_bias_of_rows(s, score, visible(), work.rows.row0, key0);
     else if (!kScored)
       finish_scores<false>(s, score, visible(), work.rows.row0, key0);
   }

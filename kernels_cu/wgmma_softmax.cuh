@@ -71,14 +71,14 @@ template <i32 n> __device__ __forceinline__ void add_bias_of_keys(float (&s)[n],
   }
 }
 
-// Where rows differ in bias; rows and keys lie inside the array. A few blocks of keys are loaded together.
+// Where rows differ in bias, of a tile that rows see whole. A few blocks of keys are loaded together.
 template <i32 n>
-__device__ __forceinline__ void add_bias_of_rows(float (&s)[n], const Scores& score, const i32 (&row)[2], i32 key0) {
+__device__ __forceinline__ void add_bias_of_rows(float (&s)[n], const Scores& score, const Visibility& see, i32 row0, i32 key0) {
   using Pair = Vector<BiasElement, 2>;
   constexpr i32 kTogether = 16 / sizeof(BiasElement);
   const BiasElement* of_row[2];  // from the lane's first key on
 #pragma unroll
-  for (i32 r = 0; r < 2; ++r) of_row[r] = score.bias + row[r] * score.bias_row + key0 * score.bias_column;
+  for (i32 r = 0; r < 2; ++r) of_row[r] = score.bias + min(row0 + 8 * r, see.query_length - 1) * score.bias_row + key0 * score.bias_column;
   const bool in_pairs = score.bias_column == 1 && score.bias_row % 2 == 0 && reinterpret_cast<u64>(score.bias) % sizeof(Pair) == 0;
 #pragma unroll
   for (i32 first = 0; first < n / 4; first += kTogether) {
@@ -104,8 +104,6 @@ __device__ __forceinline__ void add_bias_of_rows(float (&s)[n], const Scores& sc
 // from scores that lack nothing but the mask
 template <bool kMasked, i32 n>
 __device__ __forceinline__ void finish_scores(float (&s)[n], const Scores& score, const Visibility& see, i32 row0, i32 key0) {
-  if constexpr (kBias && !kBiasOfKeys && !kMasked)
-    return add_bias_of_rows(s, score, {min(row0, see.query_length - 1), min(row0 + 8, see.query_length - 1)}, key0);
 #pragma unroll
   for (i32 r = 0; r < 2; ++r) {
     const i32 row = row0 + 8 * r, scored_row = min(row, see.query_length - 1);

@@ -219,13 +219,17 @@ MUTANTS = [
     Mutant(
         "bias-of-one-row-for-two",
         SOFTMAX,
-        "score.bias + row[r] * score.bias_row",
-        "score.bias + row[0] * score.bias_row",
+        "score.bias + min(row0 + 8 * r, see.query_length - 1)",
+        "score.bias + min(row0, see.query_length - 1)",
         ("bias-of-rows",),
     ),
     Mutant("odd-rows-in-pairs", SOFTMAX, " && score.bias_row % 2 == 0", "", ("bias-of-odd-rows",)),
     Mutant(
-        "bias-beyond-the-rows-read", SOFTMAX, "min(row0 + 8, see.query_length - 1)}", "row0 + 8}", ("bias-of-rows",)
+        "bias-beyond-the-rows-read",
+        SOFTMAX,
+        "score.bias + min(row0 + 8 * r, see.query_length - 1)",
+        "score.bias + (row0 + 8 * r)",
+        ("bias-of-rows",),
     ),
     Mutant(
         "bias-of-the-first-blocks",
