@@ -223,7 +223,6 @@ MUTANTS = [
         "score.bias + min(row0, see.query_length - 1)",
         ("bias-of-rows",),
     ),
-    Mutant("odd-rows-in-pairs", SOFTMAX, " && score.bias_row % 2 == 0", "", ("bias-of-odd-rows",)),
     Mutant(
         "bias-beyond-the-rows-read",
         SOFTMAX,
