@@ -43,6 +43,20 @@ PROBLEMS = {
         WgmmaConfig(consumers=2, b_c=64),
     ),
     "panels": (Case("wgmma-panels", **SIZED | {"d": (80, 144)}), USUAL),
+    "bias-of-keys": (Case("wgmma-bias-of-keys", **SIZED | {"batch": (2,), "n": (150, 150)}, bias="bh-k"), USUAL),
+    "bias-of-keys-causal": (
+        Case("wgmma-bias-of-keys-causal", **SIZED, bias="-h-k", bias_dtype="float32", options={"causal": "top-left"}),
+        replace(USUAL, stages=3, q_stages=2),
+    ),
+    "bias-of-keys-soaring": (
+        Case("wgmma-bias-of-keys-soaring", **SIZED, values="steep-ramp", bias="bh-k", options={"scale": -0.125}),
+        USUAL,
+    ),
+    "bias-of-rows": (Case("wgmma-bias-of-rows", **SIZED, bias="bhqk", q_lengths=(149,)), USUAL),
+    "bias-of-odd-rows": (
+        Case("wgmma-bias-of-odd-rows", **SIZED | {"n": (150, 99)}, bias="bhqk"),
+        replace(USUAL, b_c=80),
+    ),
 }
 
 KERNEL, TILE, SOFTMAX = "forward_wgmma.cu", "wgmma_tile.cuh", "wgmma_softmax.cuh"
@@ -171,6 +185,76 @@ MUTANTS = [
         "    fence_proxy_async();\n",
         ("negative",),
         times=2,
+    ),
+    # ---- a bias of keys, which comes with K ----
+    Mutant(
+        "bias-not-waited-for",
+        KERNEL,
+        "(shared.full_k(slot), 1 + kBiasWarps)",
+        "(shared.full_k(slot), 1)",
+        ("bias-of-keys",),
+    ),
+    Mutant(
+        "bias-told-before-it-is-there",
+        KERNEL,
+        "      __syncwarp();\n      mbarrier_arrive_if(shared.full_k",
+        "      mbarrier_arrive_if(shared.full_k",
+        ("bias-of-keys",),
+    ),
+    Mutant(
+        "bias-loaded-over-the-last",
+        KERNEL,
+        "      mbarrier_wait(shared.empty_k(k_ring.slot), k_ring.parity);\n#pragma",
+        "#pragma",
+        ("bias-of-keys",),
+    ),
+    Mutant("bias-without-a-slot-more", SHARED, "kBiasSlots = kStages + 1", "kBiasSlots = kStages", ("bias-of-keys",)),
+    Mutant(
+        "bias-of-passed-over-keys",
+        *(KERNEL, "      bias_ring.advance();\n      mbarrier_wait(shared.full_v", "      mbarrier_wait(shared.full_v"),
+        ("bias-of-keys-causal",),
+    ),
+    Mutant(
+        "bias-from-the-tile-of-the-warpgroup",
+        KERNEL,
+        "work.tiles.end + work.passed_over - 1",
+        "work.tiles.end - 1",
+        ("bias-of-keys-causal",),
+    ),
+    Mutant(
+        "bias-beyond-the-keys-read",
+        KERNEL,
+        "key < p.n_k ? score.bias_at(0, key) : 0",
+        "score.bias_at(0, key)",
+        ("bias-of-keys",),
+    ),
+    Mutant("rows-released-before-they-are-read", KERNEL, "4 + kBiasWarps : 4", "4 : 4", ("bias-of-keys",)),
+    Mutant(
+        "lost-scores-with-the-next-bias",
+        *(KERNEL, "(bias_ring.slot == 0 ? Shared::kBiasSlots : bias_ring.slot) - 1;", "bias_ring.slot;"),
+        ("bias-of-keys-soaring",),
+    ),
+    # ---- a bias by rows ----
+    Mutant(
+        "bias-of-one-row-for-two",
+        SOFTMAX,
+        "score.bias + min(row0 + 8 * r, see.query_length - 1)",
+        "score.bias + min(row0, see.query_length - 1)",
+        ("bias-of-rows",),
+    ),
+    Mutant(
+        "bias-beyond-the-rows-read",
+        SOFTMAX,
+        "score.bias + min(row0 + 8 * r, see.query_length - 1)",
+        "score.bias + (row0 + 8 * r)",
+        ("bias-of-rows",),
+    ),
+    Mutant(
+        "bias-of-the-first-blocks",
+        SOFTMAX,
+        "kBlock * (first + i / 4) + i % 2",
+        "kBlock * (i / 4) + i % 2",
+        ("bias-of-odd-rows",),
     ),
     # ---- which keys, rows and heads ----
     Mutant("right-bound-one-too-far", SOFTMAX, "key < end)", "key <= end)", ("causal",)),
