@@ -109,8 +109,8 @@ MUTANTS = [
     Mutant(
         "k-loaded-over-the-last",
         KERNEL,
-        "    mbarrier_wait(shared.empty_k(k_ring.slot), k_ring.parity);\n",
-        "",
+        "    mbarrier_wait(shared.empty_k(k_ring.slot), k_ring.parity);\n    request",
+        "    request",
         ("plain",),
     ),
     Mutant(
