@@ -101,8 +101,9 @@ CANDIDATES = {
         BackwardWgmmaConfig(64),
         BackwardWgmmaConfig(64, dq_stages=3),
         BackwardWgmmaConfig(64, waves=2),
+        BackwardWgmmaConfig(64, 64, k_stages=2),
     ),
-    256: (BackwardWgmmaConfig(64, 64), BackwardWgmmaConfig(64, 64, waves=2)),
+    256: (BackwardWgmmaConfig(64, 64), BackwardWgmmaConfig(64, 64, waves=6)),
 }
 
 

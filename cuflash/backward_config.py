@@ -31,6 +31,7 @@ STATISTICS_ROWS = 128  # of a head, or a multiple: what its row statistics fill 
 
 # Registers of a thread that copies, that multiplies dS and K, and of a consumer: all that a launch of 512 threads gives
 BACKWARD_WGMMA_REGISTERS = (32, 64, 208)
+SPLIT_REGISTERS = (24, 0, 240)  # the same of 384 threads, of which none multiply dS and K
 MOST_COLUMNS = 128  # of dK and dV in one instruction
 
 
@@ -248,7 +249,7 @@ class BackwardWgmmaConfig:
     """Tiles of the Hopper family, `wgmma` and TMA, backward.
 
     A block owns `b_c` keys and walks over tiles of `b_r` query rows. Of four warpgroups one asks for copies, one
-    multiplies dS and K, and two are consumers.
+    multiplies dS and K, and two are consumers. With 64 keys dQ has a kernel of its own, whose blocks own 128 rows.
 
     Attributes
     ----------
@@ -259,7 +260,7 @@ class BackwardWgmmaConfig:
     k_stages : int
         Tiles of K in shared memory: with 2, the next one arrives early.
     dq_stages : int
-        Pieces of dQ, 64 rows of up to 64 columns, in shared memory.
+        Pieces of dQ, 64 rows of up to 64 columns, in shared memory; 2 where dQ has a kernel of its own.
     waves : int
         How many times as many tiles of keys are worked on together, of as many heads as that takes, as there are
         multiprocessors.
@@ -273,11 +274,21 @@ class BackwardWgmmaConfig:
 
     family: ClassVar[str] = "wgmma"
     consumers: ClassVar[int] = 2
-    row_stages: ClassVar[int] = 2  # of Q and dS, and of dO unless products are shared out
-    threads: ClassVar[int] = 512
+    row_stages: ClassVar[int] = 2  # of Q, dO and dS
+    threads: ClassVar[int] = 512  # of the row statistics
 
     def __post_init__(self) -> None:
         require_positive(self, "b_r", "b_c", "k_stages", "dq_stages", "waves")
+
+    @property
+    def tile_threads(self) -> int:
+        """Threads of a block that walks over tiles."""
+        return 384 if self.splits_products else 512
+
+    @property
+    def owned_rows(self) -> int:
+        """Rows of a block of the kernel that makes dQ."""
+        return self.consumers * WARPGROUP_ROWS
 
     @property
     def splits_products(self) -> bool:
@@ -286,7 +297,7 @@ class BackwardWgmmaConfig:
 
     def constants(self) -> dict[str, int]:
         """The named constants of the kernel."""
-        copy, dq, consumer = BACKWARD_WGMMA_REGISTERS
+        copy, dq, consumer = SPLIT_REGISTERS if self.splits_products else BACKWARD_WGMMA_REGISTERS
         return {
             "kBr": self.b_r,
             "kBc": self.b_c,
@@ -320,19 +331,29 @@ class BackwardWgmmaConfig:
         """Dynamic shared memory of a block, as in wgmma_backward_shared.cuh, and what its alignment may cost."""
         qk, v = (-(-d // PANEL_COLUMNS) * PANEL_COLUMNS * ITEM_BYTES[spec.dtype] for d in (spec.d, spec.d_v))
         keys = self.b_c * (self.k_stages * qk + v)
-        rows = self.row_stages * self.b_r * (qk + self.b_c * ITEM_BYTES[spec.dtype] + FLOAT_BYTES)
-        rows += (1 if self.splits_products else self.row_stages) * self.b_r * (v + FLOAT_BYTES)
+        rows = self.row_stages * self.b_r * (qk + v + 2 * FLOAT_BYTES)
+        ds = self.row_stages * self.b_r * self.b_c * ITEM_BYTES[spec.dtype]
         pieces = self.dq_stages * self.piece_floats(spec) * FLOAT_BYTES
-        weights = self.b_r * self.b_c * FLOAT_BYTES if self.splits_products else 0
-        barriers = 8 * (3 * self.k_stages + 2 + 6 * self.row_stages + 2 * self.dq_stages + 3)
-        return keys + rows + pieces + weights + barriers + 4 * (3 * self.k_stages + 12) + SWIZZLE_BYTES
+        handed_on = self.b_r * self.b_c * FLOAT_BYTES if self.splits_products else ds + pieces
+        barriers = 8 * (3 * self.k_stages + 2 + 6 * self.row_stages + 2 * self.dq_stages + 2 + self.row_stages)
+        return keys + rows + handed_on + barriers + 4 * (3 * self.k_stages + 12) + SWIZZLE_BYTES
+
+    def row_shared_bytes(self, spec: Spec) -> int:
+        """The same of a block of the kernel that makes dQ, as in wgmma_backward_rows.cuh; 0 where it only adds up."""
+        if not self.splits_products:
+            return 0
+        qk, v = (-(-d // PANEL_COLUMNS) * PANEL_COLUMNS * ITEM_BYTES[spec.dtype] for d in (spec.d, spec.d_v))
+        tiles = self.owned_rows * (qk + v) + self.b_c * (2 * qk + v)
+        return tiles + 8 * (6 + 2 * 2) + 8 + self.consumers * 12 * FLOAT_BYTES + SWIZZLE_BYTES
 
     def registers(self, spec: Spec) -> int:
         """The registers that dK, dV, S or dP, P and dS take, a consumer's thread: a lower bound."""
         halves = 2 if spec.softcap else 1  # P or dS, and slopes, two in a register
         features = 24 if spec.mask or spec.bias else 0
         if self.splits_products:
-            return max(spec.d, spec.d_v) // 2 + self.b_r // 2 + self.b_r // 4 + features
+            of_keys = max(spec.d, spec.d_v) // 2 + self.b_r // 2 + self.b_r // 4
+            of_rows = spec.d // 2 + 2 * self.b_c // 2 + self.b_c // 4
+            return max(of_keys, of_rows) + features
         return (spec.d + spec.d_v) // 2 + self.b_r // 2 + halves * self.b_r // 4 + features
 
     def why_illegal(self, spec: Spec, device: DeviceInfo) -> str | None:
@@ -343,13 +364,17 @@ class BackwardWgmmaConfig:
             return f"b_r must be 64 or 128, got {self.b_r}"
         if self.b_c not in (WARPGROUP_ROWS, 2 * WARPGROUP_ROWS):
             return f"b_c must be 64 or 128, got {self.b_c}"
+        if self.splits_products and self.b_r != WARPGROUP_ROWS:
+            return f"b_r must be 64 where b_c is, got {self.b_r}"
+        if self.splits_products and self.dq_stages != 2:
+            return f"dq_stages must be 2 where b_c is 64, for no pieces of dQ are summed, got {self.dq_stages}"
         if self.k_stages > 2:
             return f"k_stages must be 1 or 2, got {self.k_stages}"
         if self.dq_stages < 2:
             return f"dq_stages must be 2 or more, got {self.dq_stages}"
-        if (needed := self.shared_bytes(spec)) > device.shared_bytes:
+        if (needed := max(self.shared_bytes(spec), self.row_shared_bytes(spec))) > device.shared_bytes:
             return f"the tiles need {needed} bytes of shared memory, {device.name} has {device.shared_bytes} a block"
-        available = BACKWARD_WGMMA_REGISTERS[2]
+        available = self.constants()["kConsumerRegisters"]
         if (needed := self.registers(spec)) > available - 32:
             return f"accumulators need {needed} of {available} registers a thread"
         return None

@@ -289,13 +289,16 @@ def wgmma_scratch(problem: BackwardProblem, config: BackwardWgmmaConfig) -> dict
     """The arrays behind Params in BackwardWgmmaParams of backward_wgmma.cu, in that order."""
     forward = problem.forward
     heads = split_batch(problem)[0] * forward.h_q
-    tiles = heads * -(-forward.n_q // config.b_r)
-    sized_rows = heads * round_up(forward.n_q, STATISTICS_ROWS) if problem.spec.dtype == "float16" else 0
+    tiles = 0 if config.splits_products else heads * -(-forward.n_q // config.b_r)
+    is_half = problem.spec.dtype == "float16"
+    sized_rows = heads * round_up(forward.n_q, STATISTICS_ROWS) if is_half else 0
+    key_tiles = split_batch(problem)[0] * forward.h_kv * -(-forward.n_k // config.b_c)
     return {
         "dq_sums": ((tiles, config.pieces(problem.spec) * config.piece_floats(problem.spec)), "float32"),
         "turns": ((tiles,), "int32"),
-        "next_ticket": ((1,), "int32"),
+        "next_ticket": ((2,), "int32"),
         "row_sizes": ((sized_rows,), "float32"),
+        "v_sizes": ((key_tiles if is_half and config.splits_products else 0,), "float32"),
     }
 
 
@@ -310,6 +313,11 @@ def wgmma_section(problem: BackwardProblem, config: BackwardWgmmaConfig, device:
     return max(heads, 1 if spec.left or spec.right else LEAST_HEADS)
 
 
+def wgmma_row_section(problem: BackwardProblem, config: BackwardWgmmaConfig, device: DeviceInfo) -> int:
+    """How many query heads are worked on together where rows have a kernel of their own: two tiles for each block."""
+    return -(-2 * device.multiprocessors // max(-(-problem.forward.n_q // config.owned_rows), 1))
+
+
 def wgmma_part(problem: BackwardProblem, config: BackwardWgmmaConfig, device: DeviceInfo) -> Part:
     """The kernels of backward_wgmma.cu, and what they are told beyond the common parameters."""
     forward, spec = problem.forward, problem.spec
@@ -319,11 +327,18 @@ def wgmma_part(problem: BackwardProblem, config: BackwardWgmmaConfig, device: De
     directions = 2 if spec.left != spec.right else 1  # a head of an odd number that lacks a second one has void tickets
     tickets = batch * round_up(forward.h_kv, directions) * key_tiles
     blocks = min(batch * forward.h_kv * key_tiles, device.multiprocessors)
+    rows_of_blocks = batch * forward.h_q * -(-forward.n_q // config.owned_rows)
     parts_of_dq = batch * forward.h_q * -(-forward.n_q // config.b_r) * config.pieces(spec) * 4  # one for a warp
+    row_blocks = (
+        min(rows_of_blocks, device.multiprocessors)
+        if config.splits_products
+        else -(-parts_of_dq // (config.threads // WARP))
+    )
+    row_threads = config.tile_threads if config.splits_products else config.threads
     stages = (
         Stage("backward_wgmma_statistics", batch * forward.h_q * chunks, config.threads, 0),
-        Stage("backward_wgmma_keys", blocks, config.threads, config.shared_bytes(spec)),
-        Stage("backward_wgmma_rows", -(-parts_of_dq // (config.threads // WARP)), config.threads, 0),
+        Stage("backward_wgmma_keys", blocks, config.tile_threads, config.shared_bytes(spec)),
+        Stage("backward_wgmma_rows", row_blocks, row_threads, config.row_shared_bytes(spec)),
     )
     maps = []
     for name, rows in (("q", config.b_r), ("dout", config.b_r), ("k", config.b_c), ("v", config.b_c)):
@@ -333,7 +348,9 @@ def wgmma_part(problem: BackwardProblem, config: BackwardWgmmaConfig, device: De
         Variant("backward_wgmma", spec, config, device.architecture),
         launchable(stages),
         pack_blocks(problem, config.b_r, config.b_c),
-        tail=struct.pack("<2i", tickets, wgmma_section(problem, config, device)),
+        tail=struct.pack(
+            "<3i4x", tickets, wgmma_section(problem, config, device), wgmma_row_section(problem, config, device)
+        ),
         maps=tuple(maps),
     )
 

@@ -86,6 +86,7 @@ class Variant:
             "kSoftcap": spec.softcap,
             "kMask": spec.mask,
             "kBias": spec.bias is not None,
+            "kBiasOfKeys": spec.bias_of_keys,
             "kQLengths": spec.q_lengths,
             "kKvLengths": spec.kv_lengths,
             "kAligned": spec.aligned,

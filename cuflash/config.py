@@ -283,7 +283,9 @@ class WgmmaConfig:
         q_tiles = self.q_stages * self.consumers
         tiles = q_tiles * WARPGROUP_ROWS * qk + self.stages * self.b_c * (qk + v)
         barriers = 8 * (4 * self.stages + 2 * q_tiles)
-        return tiles + STAGE_BYTES * self.consumers + barriers + 16 + ROW_WORK_BYTES * q_tiles + SWIZZLE_BYTES
+        bias = (self.stages + 1) * self.b_c * FLOAT_BYTES if spec.bias_of_keys else 0
+        others = STAGE_BYTES * self.consumers + barriers + 16 + ROW_WORK_BYTES * q_tiles + bias
+        return tiles + others + SWIZZLE_BYTES
 
     def products(self, spec: Spec) -> dict[str, tuple[int, ...]]:
         """The shapes of wgmma that the kernel uses: those of Q K^T and of P V."""

@@ -38,7 +38,10 @@ class Operand(NamedTuple):
 
 @dataclass(frozen=True)
 class Spec:
-    """What is compiled into a kernel. Head dims are rounded up to a multiple of 16; the true ones are sizes."""
+    """What is compiled into a kernel. Head dims are rounded up to a multiple of 16; the true ones are sizes.
+
+    `bias` is the dtype of a bias, which is one of keys if it is the same for all query rows.
+    """
 
     dtype: str
     d: int
@@ -48,6 +51,7 @@ class Spec:
     softcap: bool = False
     mask: bool = False
     bias: str | None = None
+    bias_of_keys: bool = False
     q_lengths: bool = False
     kv_lengths: bool = False
     aligned: bool = True
@@ -333,6 +337,7 @@ def read_problem(
             softcap=softcap is not None,
             mask=mask is not None,
             bias=None if bias is None else bias.dtype,
+            bias_of_keys=bias is not None and strides["bias"][-2] == 0,
             q_lengths=q_lengths is not None,
             kv_lengths=kv_lengths is not None,
             aligned=all(is_aligned(operand, strides[operand.name], columns) for operand, columns in operands),

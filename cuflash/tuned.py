@@ -287,6 +287,7 @@ def tune_command(asked: Problem | BackwardProblem) -> str:
         left, right = ("none" if side is None else side for side in (problem.left, problem.right))
         words.append(f"--window {left} {right}")
     flags = {"--softcap": spec.softcap, "--mask": spec.mask, f"--bias {spec.bias}": spec.bias is not None}
+    flags["--bias-of-keys"] = spec.bias_of_keys
     flags |= {"--q-lengths": spec.q_lengths, "--kv-lengths": spec.kv_lengths, "--unaligned": not spec.aligned}
     flags["--backward"] = asked is not problem
     return " ".join(words + [flag for flag, given in flags.items() if given])

@@ -117,7 +117,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) backward_mma_
   const RowTiles rows = row_tiles(see, first_key, first_key + kBc);
   const i32 steps = p.group * max(rows.end - rows.first, 0);
   Sums sums = {own, see, at, warp, lane};
-  const auto visit = [&](i32 step) { return Visit{step % p.group, rows.end - 1 - step / p.group}; };
 
   const Element* const k = p.k + at.batch * p.k_batch + at.kv_head * p.k_head + first_key * p.k_row;
   const Element* const v = p.v + at.batch * p.v_batch + at.kv_head * p.v_head + first_key * p.v_row;
@@ -128,8 +127,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) backward_mma_
     copy_statistics(shared.lse(step), p.row_lse + statistics);
     copy_statistics(shared.delta(step), p.row_delta + statistics);
   };
-  const auto load_rows = [&](i32 step) {
-    const Visit to = visit(step);
+  const auto load_rows = [&](i32 step, Visit to) {
     const i32 head = first_head + to.head, first_row = to.tile * kBr;
     const Element* const q = p.q + at.batch * p.q_batch + head * p.q_head + first_row * p.q_row;
     const Element* const dout = p.dout + at.batch * p.dout_batch + head * p.dout_head + first_row * p.dout_row;
@@ -152,16 +150,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) backward_mma_
     copy_part<kRowSteps<kDv>, kBr, kDv>(shared.dout(step), part, row_at, see.query_length - next.tile * kBr, p.d_v);
   };
   float unit = 1;
-  const auto add_dq = [&](i32 step) {  // of a step whose dS^T is in shared memory
-    const bool is_turn = sums.look(visit(step));
+  const auto add_dq = [&](i32 step, Visit of) {  // of a step whose dS^T is in shared memory
+    const bool is_turn = sums.look(of);
     DqFragments dq = {};
-    multiply_columns<true, kBc, kBr, kD>(dq, shared.ds(step), warp.dq_row, shared.k(), warp.dq_columns, lane, Element{});
-    sums.take_turn(visit(step), is_turn);
-    sums.add(visit(step), dq, 1 / unit);
+    multiply_columns<true, kBc, kBr, kD>(dq, shared.ds(step), warp.dq_row, shared.k(), 0, warp.dq_columns, lane, Element{});
+    sums.take_turn(of, is_turn);
+    sums.add(of, dq, 1 / unit);
   };
 
   float dk[kKeyBlocks][KColumns::kBlocks][4] = {}, dv[kKeyBlocks][VColumns::kBlocks][4] = {};
-  if (steps > 0) load_rows(0);
+  Visit now = {0, rows.end - 1};
+  if (steps > 0) load_rows(0, now);
   commit_copies();
   if constexpr (kHalf) {
     wait_for_copies<0>();
@@ -173,23 +172,22 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) backward_mma_
   // exponentials run under another's products.
   const bool is_early = warp.index < kWarps / 2;
 #pragma unroll 1
-  for (i32 step = 0;; ++step) {
+  for (i32 step = 0;; ++step, now = now.after(p.group)) {
     if (kStages == 1 && step > 0) {
       __syncthreads();  // every warp is done with Q and dO
-      if (step < steps) load_rows(step);
+      if (step < steps) load_rows(step, now);
       commit_copies();
     }
     wait_for_copies<0>();  // Q_i and dO_i have arrived
     __syncthreads();       // for every thread; dS of the step before is whole, and every warp is done with what is replaced below
-    if (kStages == 2 && !kSpreadCopies && step + 1 < steps) load_rows(step + 1);
-    commit_copies();
-    if (step > 0 && (is_early || step == steps)) add_dq(step - 1);
+    if (step > 0 && (is_early || step == steps)) add_dq(step - 1, now.before(p.group));
     if (step == steps) break;
 
-    const Visit now = visit(step);
+    if (kStages == 2 && !kSpreadCopies && step + 1 < steps) load_rows(step + 1, now.after(p.group));
+    commit_copies();
     const i32 first_row = now.tile * kBr;
     const bool whole = rows.whole(now.tile);
-    if (kSpreadCopies) next = visit(step + 1);
+    if (kSpreadCopies) next = now.after(p.group);
     ScoreFragments s = {};
     if constexpr (kSpreadCopies)
       multiply_rows<kD>(s, shared.k(), warp.key, shared.q(step), warp.row, lane, [&](i32 part) { load_some_q(step + 1, part); }, Element{});
@@ -213,13 +211,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) backward_mma_
     else
       store_ds<true>(shared.ds(step), s, dp, shared.delta(step), unit, warp, lane);
 
+    if constexpr (kOwnInRegisters) {
+      multiply_own(dv, s, shared.dout(step), warp.row, warp.v_columns, lane, Element{});
+      multiply_own(dk, dp, shared.q(step), warp.row, warp.k_columns, lane, Element{});
+    }
     if (kWarpsAside > 1)
       bar_sync(1 + warp.index / kWarpsAside, 32 * kWarpsAside);  // P^T and dS^T of the warps that share keys are whole
     else
       __syncwarp();
-    multiply_columns<false, kBr, kBr, kDv>(dv, shared.p(), warp.key, shared.dout(step), warp.v_columns, lane, Element{});
-    multiply_columns<false, kBr, kBr, kD>(dk, shared.ds(step), warp.key, shared.q(step), warp.k_columns, lane, Element{});
-    if (step > 0 && !is_early) add_dq(step - 1);
+    if constexpr (kOwnInRegisters) {
+#pragma unroll
+      for (i32 other = kRows; other < kBr; other += kRows) {
+        const i32 row = (warp.row + other) % kBr;
+        multiply_columns<false, kRows, kBr, kDv>(dv, shared.p(), warp.key, shared.dout(step), row, warp.v_columns, lane, Element{});
+        multiply_columns<false, kRows, kBr, kD>(dk, shared.ds(step), warp.key, shared.q(step), row, warp.k_columns, lane, Element{});
+      }
+    } else {
+      multiply_columns<false, kBr, kBr, kDv>(dv, shared.p(), warp.key, shared.dout(step), 0, warp.v_columns, lane, Element{});
+      multiply_columns<false, kBr, kBr, kD>(dk, shared.ds(step), warp.key, shared.q(step), 0, warp.k_columns, lane, Element{});
+    }
+    if (step > 0 && !is_early) add_dq(step - 1, now.before(p.group));
   }
 
   // Epilogue: dK and dV by way of shared memory.

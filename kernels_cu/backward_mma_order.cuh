@@ -34,9 +34,12 @@ __device__ __forceinline__ Place take_tile(const MmaParams& own, u32* shared) {
   return {head / (p.heads / p.group), head % (p.heads / p.group), within / width};
 }
 
-// One step of a block's walk: a row tile of one of the heads that share its keys
+// One step of a block's walk: a row tile of one of the `group` heads that share its keys; each tile of all heads, then the tile before it
 struct Visit {
   i32 head, tile;
+
+  __device__ __forceinline__ Visit after(i32 group) const { return head + 1 < group ? Visit{head + 1, tile} : Visit{0, tile - 1}; }
+  __device__ __forceinline__ Visit before(i32 group) const { return head > 0 ? Visit{head - 1, tile} : Visit{group - 1, tile + 1}; }
 };
 
 // red takes a subnormal number for 0, be it the sum or what is added. Beside numbers of this size, that is less than their rounding. Where
@@ -85,21 +88,29 @@ struct Sums {
 
   __device__ __forceinline__ void add(Visit visit, const DqFragments& dq, float unit) const {
     float* const to = own.sums + index(visit) * kOfWarp;
-    const bool is_first = turn(visit) == 0;
+    if (turn(visit) == 0)
+      add_fragments<kAsFirst>(to, dq, unit);
+    else if (kHalf || least_addend(dq, unit) >= kLeastForRed)  // nearly always: one test for all
+      add_fragments<kByRed>(to, dq, unit);
+    else
+      add_fragments<kOneByOne>(to, dq, unit);
+  }
+  enum How { kAsFirst, kByRed, kOneByOne };
+  template <How kHow> __device__ __forceinline__ void add_fragments(float* to, const DqFragments& dq, float unit) const {
 #pragma unroll
     for (i32 i = 0; i < kDqRowBlocks; ++i)
 #pragma unroll
       for (i32 j = 0; j < DqColumns::kBlocks; ++j)
-        if (warp.dq_columns.has(j)) add_fragment(to + (i * DqColumns::kBlocks + j) * kOfFragment, dq[i][j], unit, is_first, lane);
+        if (warp.dq_columns.has(j)) add_fragment<kHow>(to + (i * DqColumns::kBlocks + j) * kOfFragment, dq[i][j], unit, lane);
   }
-  static __device__ __forceinline__ void add_fragment(float* to, const float (&dq)[4], float unit, bool is_first, Lane lane) {
+  template <How kHow> static __device__ __forceinline__ void add_fragment(float* to, const float (&dq)[4], float unit, Lane lane) {
     const float x[4] = {dq[0] * unit, dq[1] * unit, dq[2] * unit, dq[3] * unit};
     if constexpr (kVectorAdds) {
       to += 4 * lane.index;
       auto& sum = *reinterpret_cast<Vector<float, 4>*>(to);
-      if (is_first)
+      if (kHow == kAsFirst)
         sum = {x[0], x[1], x[2], x[3]};
-      else if (kHalf || fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3]))) >= kLeastForRed)
+      else if (kHow == kByRed || largest_of(x) >= kLeastForRed)
         red_add_f32x4(to, x);
       else if (x[0] != 0 || x[1] != 0 || x[2] != 0 || x[3] != 0)
 #pragma unroll
@@ -108,14 +119,30 @@ struct Sums {
 #pragma unroll
       for (i32 e = 0; e < 4; ++e) {
         float& sum = to[32 * e + lane.index];
-        if (is_first)
+        if (kHow == kAsFirst)
           sum = x[e];
-        else if (kHalf || fabsf(x[e]) >= kLeastForRed)
+        else if (kHow == kByRed || fabsf(x[e]) >= kLeastForRed)
           red_add_f32(&sum, x[e]);
         else if (x[e] != 0)
           sum += x[e];
       }
     }
+  }
+  // The least of what one instruction adds, by its largest number
+  __device__ __forceinline__ float least_addend(const DqFragments& dq, float unit) const {
+    float least = kInfinity;
+#pragma unroll
+    for (i32 i = 0; i < kDqRowBlocks; ++i)
+#pragma unroll
+      for (i32 j = 0; j < DqColumns::kBlocks; ++j) {
+        if (!warp.dq_columns.has(j)) continue;
+        const float x[4] = {dq[i][j][0] * unit, dq[i][j][1] * unit, dq[i][j][2] * unit, dq[i][j][3] * unit};
+        least = fminf(least, kVectorAdds ? largest_of(x) : fminf(fminf(fabsf(x[0]), fabsf(x[1])), fminf(fabsf(x[2]), fabsf(x[3]))));
+      }
+    return least;
+  }
+  static __device__ __forceinline__ float largest_of(const float (&x)[4]) {
+    return fmaxf(fmaxf(fabsf(x[0]), fabsf(x[1])), fmaxf(fabsf(x[2]), fabsf(x[3])));
   }
   static __device__ __forceinline__ float sum_of(const float* fragment, i32 e, Lane lane) {
     return fragment[kVectorAdds ? 4 * lane.index + e : 32 * e + lane.index];

@@ -40,6 +40,10 @@ using DqColumns = Share<kD, kDqWarpsAside>;
 using ScoreFragments = float[kKeyBlocks][kRowPieces][4];
 using DqFragments = float[kDqRowBlocks][DqColumns::kBlocks][4];
 
+constexpr i32 kMostOwnSums = 16;  // blocks of dK and dV beside which there is room
+// P^T and dS^T of the warp's own rows are operands from registers, where dK and dV leave room. With a softcap, P^T is no longer there.
+constexpr bool kOwnInRegisters = sizeof(Element) == 2 && !kSoftcap && kKeyBlocks * (KColumns::kBlocks + VColumns::kBlocks) <= kMostOwnSums;
+
 struct Warp {
   i32 index = threadIdx.x / 32;
   i32 key = index / kWarpsAside * kKeys;  // the first of its keys
@@ -79,17 +83,53 @@ __device__ __forceinline__ void multiply_rows(float (&x)[kRowBlocks][kColumnBloc
   }
 }
 
-// x += A B, summed over the kDepth rows of B, of which the warp takes its share of columns. A are rows from `a_first` on of a tile with
-// kDepth columns or, transposed, columns from there on of a tile with kDepth rows; either tile has kColumnsA columns.
+// x += A B of a depth of 16: A in registers, of B the rows `depth` behind `b_address` and of these the warp's share of columns
+template <i32 kColumns, i32 kWarpsAside, i32 kRowBlocks, class T>
+__device__ __forceinline__ void multiply_share(float (&x)[kRowBlocks][Share<kColumns, kWarpsAside>::kBlocks][4], const u32 (&a)[kRowBlocks][4],
+                                               u32 b_address, i32 depth, Share<kColumns, kWarpsAside> own, T) {
+  constexpr i32 kPairChunks = kPair / kChunkElements;
+#pragma unroll
+  for (i32 j = 0; j < own.kBlocks; j += 2) {
+    if (!own.has(j)) break;
+    u32 b[4];
+    ldmatrix_x4_trans(b, TileLayout<kColumns>::shifted(b_address, depth, j / 2 * kWarpsAside * kPairChunks));
+#pragma unroll
+    for (i32 i = 0; i < kRowBlocks; ++i) {
+      multiply_block(x[i][j], a[i], b[0], b[1], T{});
+      multiply_block(x[i][j + 1], a[i], b[2], b[3], T{});
+    }
+  }
+}
+
+// The same summed over the warp's own rows: A is what it has computed for them, rounded, as an accumulator is an operand.
+template <i32 kColumns, i32 kWarpsAside, i32 kRowBlocks, class T>
+__device__ __forceinline__ void multiply_own(float (&x)[kRowBlocks][Share<kColumns, kWarpsAside>::kBlocks][4],
+                                             const float (&own_a)[kRowBlocks][kRowPieces][4], const u8* b_tile, i32 first_row,
+                                             Share<kColumns, kWarpsAside> own, Lane lane, T) {
+  using BTile = TileLayout<kColumns>;
+  const u32 b_address = BTile::shifted(piece_by_rows<kColumns>(b_tile, first_row, lane), 0, own.aside * kPair / kChunkElements);
+#pragma unroll
+  for (i32 j = 0; j < kRowPieces; j += 2) {
+    u32 a[kRowBlocks][4];
+#pragma unroll
+    for (i32 i = 0; i < kRowBlocks; ++i)
+#pragma unroll
+      for (i32 e = 0; e < 4; ++e) a[i][e] = packed(own_a[i][j + e / 2][e % 2 * 2], own_a[i][j + e / 2][e % 2 * 2 + 1], T{});
+    multiply_share(x, a, b_address, j * kColumnBlock, own, T{});
+  }
+}
+
+// x += A B, summed over kDepth rows of B from `b_first` on, of which the warp takes its share of columns. A are rows from `a_first` on of a tile
+// with that depth of columns or, transposed, columns from there on of a tile with that depth of rows; either tile has kColumnsA columns.
 template <bool kTransposed, i32 kDepth, i32 kColumnsA, i32 kColumns, i32 kWarpsAside, i32 kRowBlocks, class T>
 __device__ __forceinline__ void multiply_columns(float (&x)[kRowBlocks][Share<kColumns, kWarpsAside>::kBlocks][4], const u8* a_tile, i32 a_first,
-                                                 const u8* b_tile, Share<kColumns, kWarpsAside> own, Lane lane, T) {
+                                                 const u8* b_tile, i32 b_first, Share<kColumns, kWarpsAside> own, Lane lane, T) {
   using ATile = TileLayout<kColumnsA>;
   using BTile = TileLayout<kColumns>;
   constexpr i32 kPairChunks = kPair / kChunkElements;
-  const u32 a_address = kTransposed ? ATile::shifted(piece_by_chunks<kColumnsA>(a_tile, 0, lane), 0, a_first / kChunkElements)
-                                    : piece_by_rows<kColumnsA>(a_tile, a_first, lane);
-  const u32 b_address = BTile::shifted(piece_by_rows<kColumns>(b_tile, 0, lane), 0, own.aside * kPairChunks);
+  const u32 a_address = kTransposed ? ATile::shifted(piece_by_chunks<kColumnsA>(a_tile, b_first, lane), 0, a_first / kChunkElements)
+                                    : ATile::shifted(piece_by_rows<kColumnsA>(a_tile, a_first, lane), 0, b_first / kChunkElements);
+  const u32 b_address = BTile::shifted(piece_by_rows<kColumns>(b_tile, b_first, lane), 0, own.aside * kPairChunks);
 #pragma unroll kColumns > 128 ? 1 : kDepth / kPair
   for (i32 depth = 0; depth < kDepth; depth += kPair) {
     u32 a[kRowBlocks][4];
@@ -100,16 +140,6 @@ __device__ __forceinline__ void multiply_columns(float (&x)[kRowBlocks][Share<kC
       else
         ldmatrix_x4(a[i], ATile::shifted(a_address, i * kRowBlock, depth / kChunkElements));
     }
-#pragma unroll
-    for (i32 j = 0; j < own.kBlocks; j += 2) {
-      if (!own.has(j)) break;
-      u32 b[4];
-      ldmatrix_x4_trans(b, BTile::shifted(b_address, depth, j / 2 * kWarpsAside * kPairChunks));
-#pragma unroll
-      for (i32 i = 0; i < kRowBlocks; ++i) {
-        multiply_block(x[i][j], a[i], b[0], b[1], T{});
-        multiply_block(x[i][j + 1], a[i], b[2], b[3], T{});
-      }
-    }
+    multiply_share(x, a, b_address, depth, own, T{});
   }
 }

@@ -56,23 +56,24 @@ __device__ __forceinline__ void weigh(ScoreFragments& s, u8* p_tile, const float
   }
 }
 
-// dP^T becomes dS^T, times `unit`, in shared memory.
+// dP^T becomes dS^T, times `unit`, and goes to shared memory.
 template <bool kMasked>
-__device__ __forceinline__ void store_ds(u8* ds_tile, const ScoreFragments& s, const ScoreFragments& dp, const float* row_delta, float unit,
+__device__ __forceinline__ void store_ds(u8* ds_tile, const ScoreFragments& s, ScoreFragments& dp, const float* row_delta, float unit,
                                          const Warp& warp, Lane lane) {
-  const float factor = unit / kWeightUnit;
+  const float factor = unit / kWeightUnit;  // a power of two
 #pragma unroll
   for (i32 j = 0; j < kRowPieces; ++j) {
     const i32 column = warp.row + j * kColumnBlock + 2 * lane.t;
     const auto delta = *reinterpret_cast<const Vector<float, 2>*>(row_delta + column);
+    const float scaled_delta[2] = {delta.x[0] * factor, delta.x[1] * factor};
 #pragma unroll
     for (i32 i = 0; i < kKeyBlocks; ++i) {
       float ds[4];
 #pragma unroll
       for (i32 e = 0; e < 4; ++e) {
-        const float above = dp[i][j][e] - delta.x[e % 2];
+        const float above = fmaf(dp[i][j][e], factor, -scaled_delta[e % 2]);
         const bool unseen = kMasked && __float_as_uint(s[i][j][e]) == 0x80000000;
-        ds[e] = unseen ? 0 : s[i][j][e] * (kHalf ? above * factor : above);
+        ds[e] = dp[i][j][e] = unseen ? 0 : s[i][j][e] * above;
       }
 #pragma unroll
       for (i32 e = 0; e < 4; e += 2) store_pair(ds_tile, warp.key + i * kRowBlock + lane.g + 4 * e, column, ds[e], ds[e + 1], Element{});
@@ -81,36 +82,50 @@ __device__ __forceinline__ void store_ds(u8* ds_tile, const ScoreFragments& s, c
 }
 
 // ---- the range of float16 ----
-__device__ __forceinline__ float max_of_block(float x, float* shared) {
+// The largest of the block's x, each on its own
+template <i32 n> __device__ __forceinline__ void max_of_block(float (&x)[n], float* shared) {
 #pragma unroll
-  for (i32 step = 1; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, step));
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
+  for (i32 i = 0; i < n; ++i) {
+#pragma unroll
+    for (i32 step = 1; step < 32; step *= 2) x[i] = fmaxf(x[i], __shfl_xor_sync(0xffffffff, x[i], step));
+    if (threadIdx.x % 32 == 0) shared[i * kWarps + threadIdx.x / 32] = x[i];
+  }
   __syncthreads();
 #pragma unroll
-  for (i32 warp = 0; warp < kWarps; ++warp) x = fmaxf(x, shared[warp]);
+  for (i32 i = 0; i < n; ++i)
+#pragma unroll
+    for (i32 warp = 0; warp < kWarps; ++warp) x[i] = fmaxf(x[i], shared[i * kWarps + warp]);
   __syncthreads();
-  return x;
 }
 
 // The power of two that brings the bound  |dO| |V| + |delta|  of a block's |dS| close to, but not beyond, what float16 can hold
 __device__ __forceinline__ float unit_of_ds(const MmaParams& own, const Place& at, const RowTiles& rows, const Shared& shared) {
   const Params& p = own.p;
-  float dout_size = 0, delta_size = 0, v_size = 0;
+  using Four = Vector<float, 4>;
+  using Chunk = Vector<Element, kChunkElements>;
+  float size[3] = {};  // of dO, delta and V
   for (i32 head = 0; head < p.group; ++head) {
     const i64 first = static_cast<i64>(at.batch * p.heads + at.kv_head * p.group + head) * p.statistics_rows;
-    for (i32 row = rows.first * kBr + static_cast<i32>(threadIdx.x); row < min(rows.end * kBr, p.n_q); row += kThreads) {
-      dout_size = fmaxf(dout_size, own.row_sizes[first + row]);
-      delta_size = fmaxf(delta_size, fabsf(p.row_delta[first + row]));
+#pragma unroll 4  // loads under way together
+    for (i32 row = rows.first * kBr + 4 * static_cast<i32>(threadIdx.x); row < rows.end * kBr; row += 4 * kThreads) {
+      const Four dout_size = *reinterpret_cast<const Four*>(own.row_sizes + first + row);
+      const Four delta = *reinterpret_cast<const Four*>(p.row_delta + first + row);
+#pragma unroll
+      for (i32 e = 0; e < 4; ++e) {
+        size[0] = fmaxf(size[0], dout_size.x[e]);
+        size[1] = fmaxf(size[1], fabsf(delta.x[e]));
+      }
     }
   }
-  for (i32 i = threadIdx.x; i < kBc * kDv; i += kThreads) {
-    const u8* const v = shared.v() + TileLayout<kDv>::offset(i / kDv, i % kDv / kChunkElements) + i % kChunkElements * sizeof(Element);
-    v_size = fmaxf(v_size, fabsf(to_real(*reinterpret_cast<const Element*>(v))));
+  constexpr i32 kChunks = TileLayout<kDv>::kChunks;
+  for (i32 i = threadIdx.x; i < kBc * kChunks; i += kThreads) {
+    const Chunk v = *reinterpret_cast<const Chunk*>(shared.v() + TileLayout<kDv>::offset(i / kChunks, i % kChunks));
+#pragma unroll
+    for (i32 e = 0; e < kChunkElements; ++e) size[2] = fmaxf(size[2], fabsf(to_real(v.x[e])));
   }
-  float* const scratch = reinterpret_cast<float*>(shared.p());
-  const float bound = sqrtf(kDv) * max_of_block(dout_size, scratch) * max_of_block(v_size, scratch) + max_of_block(delta_size, scratch);
+  max_of_block(size, reinterpret_cast<float*>(shared.p()));
+  const float bound = sqrtf(kDv) * size[0] * size[2] + size[1];
   if (!(bound < kInfinity)) return 1;
   const i32 exponent = static_cast<i32>(__float_as_uint(bound) >> 23) - 127;
   return __uint_as_float(static_cast<u32>(127 + min(max(14 - exponent, -60), 60)) << 23);
 }
-

@@ -43,6 +43,15 @@ __device__ __forceinline__ void find_special_rows(const Params& p, i32* special)
   if (found) *special = 1;
 }
 
+// Number e of an operand, as split() of mma_tf32.cuh parts it, by one operation less: 2^13 x is exact, and what rounding takes from
+// (2^13 - 1) x is what x has beyond its upper 11 bits.
+template <class Operand> __device__ __forceinline__ void take(Operand& operand, i32 e, float x) {
+  constexpr float kShift = 1 << 13;
+  const float upper = fmaf(x, kShift, -__fmul_rn(x, kShift - 1));
+  operand.big[e] = __float_as_uint(upper);
+  operand.small[e] = __float_as_uint(__fsub_rn(x, upper));
+}
+
 template <i32 kDepth, i32 kRowBlocks, i32 kColumnBlocks, class Meanwhile>
 __device__ __forceinline__ void multiply_rows(float (&x)[kRowBlocks][kColumnBlocks][4], const u8* a_tile, i32 a_row, const u8* b_tile,
                                               i32 b_row, Lane lane, Meanwhile meanwhile, float) {
@@ -57,7 +66,7 @@ __device__ __forceinline__ void multiply_rows(float (&x)[kRowBlocks][kColumnBloc
       u32 loaded[4];
       ldmatrix_x4(loaded, Tile::shifted(a_address, i * kRowBlock, chunk));
 #pragma unroll
-      for (i32 e = 0; e < 4; ++e) a[i].take(e, __uint_as_float(loaded[e]));
+      for (i32 e = 0; e < 4; ++e) take(a[i], e, __uint_as_float(loaded[e]));
     }
 #pragma unroll
     for (i32 j = 0; j < kColumnBlocks; j += kTogether) {
@@ -67,7 +76,7 @@ __device__ __forceinline__ void multiply_rows(float (&x)[kRowBlocks][kColumnBloc
         u32 loaded[4];
         ldmatrix_x4(loaded, Tile::shifted(b_address, (j + n) * kColumnBlock, chunk));
 #pragma unroll
-        for (i32 e = 0; e < 4; ++e) b[n + e / 2].take(e % 2, __uint_as_float(loaded[e]));
+        for (i32 e = 0; e < 4; ++e) take(b[n + e / 2], e % 2, __uint_as_float(loaded[e]));
       }
       multiply_step(x, j, a, b);
     }
@@ -85,7 +94,7 @@ template <class Tile> __device__ __forceinline__ float number_at(const u8* tile,
 
 template <bool kTransposed, i32 kDepth, i32 kColumnsA, i32 kColumns, i32 kWarpsAside, i32 kRowBlocks>
 __device__ __forceinline__ void multiply_columns(float (&x)[kRowBlocks][Share<kColumns, kWarpsAside>::kBlocks][4], const u8* a_tile, i32 a_first,
-                                                 const u8* b_tile, Share<kColumns, kWarpsAside> own, Lane lane, float) {
+                                                 const u8* b_tile, i32 /*b_first: 0*/, Share<kColumns, kWarpsAside> own, Lane lane, float) {
   using ATile = TileLayout<kColumnsA>;
   using BTile = TileLayout<kColumns>;
   constexpr i32 kPairChunks = kPair / kChunkElements, kBlockChunks = kColumnBlock / kChunkElements;
@@ -105,12 +114,12 @@ __device__ __forceinline__ void multiply_columns(float (&x)[kRowBlocks][Share<kC
       if constexpr (kTransposed) {
 #pragma unroll
         for (i32 e = 0; e < 4; ++e)
-          a[i].take(e, number_at<ATile>(a_tile, a_offset[e / 2], depth, (2 * i + e % 2) * kBlockChunks));
+          take(a[i], e, number_at<ATile>(a_tile, a_offset[e / 2], depth, (2 * i + e % 2) * kBlockChunks));
       } else {
         u32 loaded[4];
         ldmatrix_x4(loaded, ATile::shifted(a_address, i * kRowBlock, depth / kChunkElements));
 #pragma unroll
-        for (i32 e = 0; e < 4; ++e) a[i].take(e, __uint_as_float(loaded[e]));
+        for (i32 e = 0; e < 4; ++e) take(a[i], e, __uint_as_float(loaded[e]));
       }
     }
 #pragma unroll
@@ -121,7 +130,7 @@ __device__ __forceinline__ void multiply_columns(float (&x)[kRowBlocks][Share<kC
       for (i32 n = 0; n < 2; ++n)
 #pragma unroll
         for (i32 odd = 0; odd < 2; ++odd)
-          b[n].take(odd, number_at<BTile>(b_tile, b_offset[odd], depth, j / 2 * kWarpsAside * kPairChunks + n * kBlockChunks));
+          take(b[n], odd, number_at<BTile>(b_tile, b_offset[odd], depth, j / 2 * kWarpsAside * kPairChunks + n * kBlockChunks));
       multiply_step(x, j, a, b);
     }
   }

@@ -5,10 +5,13 @@
 //
 // FlashAttention, Algorithm 4, with S and dP transposed as in FlashAttention-3: P^T and dS^T leave their products as the next ones take
 // them, in registers. A block owns a tile of B_c keys and walks over the tiles of B_r query rows that see them, for all query heads that
-// share them. One thread of the first warpgroup asks TMA for tiles; each of the last ones, the consumers, owns 64 keys and sums up their
-// dK and dV, or, where registers have no room for that, both own the same keys (wgmma_backward_split.cuh); between them, one takes dS^T
-// from all consumers and multiplies it with K. These parts of dQ leave for sums in device memory, in an order that the last of the warps of
-// the first warpgroup keeps (wgmma_backward_order.cuh); at the end they become dQ.
+// share them. One thread of the first warpgroup asks TMA for tiles; each of the last two, the consumers, owns 64 keys and sums up their
+// dK and dV; between them, one takes dS^T from both and multiplies it with K. These parts of dQ leave for sums in device memory, in an order
+// that the last of the warps of the first warpgroup keeps (wgmma_backward_order.cuh); at the end they become dQ.
+//
+// Where registers have no room for dK and dV of 64 keys, both consumers own the same 64, one of them for dV and the other for dK
+// (wgmma_backward_split.cuh). So few keys make too many parts of dQ, which has a kernel of its own then, and no sums in device memory
+// (wgmma_backward_rows.cuh).
 //
 // Of a step's five products a consumer has two under way while it computes: dP^T and dV while it makes dS^T, dK and the S^T of the next
 // rows while it makes their P^T. While dV is under way, its operand P^T is read for dS^T: PTX leaves that undefined as much as a write, but
@@ -31,10 +34,12 @@ struct BackwardWgmmaParams {
   Params p;
   float* dq_sums;    // pieces of dQ, as wgmma_backward_tile.cuh has them, each as the threads of a warpgroup hold it
   i32* turns;        // for each tile of rows of a head, how many tiles of keys have added to its dQ
-  u32* next_ticket;
+  u32* next_ticket;  // of tiles of keys, and of rows where they have a kernel of their own
   float* row_sizes;  // |dO| of every row, (batch, head, row), for float16
+  float* v_sizes;    // the largest number of every tile of V, (batch, head, tile), where rows have a kernel of their own
   i32 tickets;
-  i32 section;  // heads of k and v that are worked on together, of each direction (wgmma_backward_order.cuh)
+  i32 section;      // heads of k and v that are worked on together, of each direction (wgmma_backward_order.cuh)
+  i32 row_section;  // query heads that are worked on together (wgmma_backward_rows.cuh)
 };
 constexpr i32 kNoTicket = -1;
 
@@ -43,14 +48,13 @@ constexpr i32 kNoTicket = -1;
 #include "wgmma_backward_units.cuh"
 #include "wgmma_backward_weights.cuh"
 #include "wgmma_backward_consumer.cuh"
-#include "wgmma_backward_split.cuh"
 
 // ---- constants ----
 constexpr u64 kReadOnce = 0x12f0000000000000, kReadOften = 0x14f0000000000000;  // L2 policies: evict first, evict last
 constexpr i32 kStoringThread = kWarpgroup - 32;       // of the first warpgroup
 constexpr u32 kWarps = 4, kConsumerWarps = kWarps * kConsumers;  // of a warpgroup, and of the consumers
+constexpr i32 kTileThreads = kWarpgroup * (kFirstConsumer + kConsumers);  // of a block that walks over tiles
 
-static_assert(kThreads == kWarpgroup * (kConsumers + kFirstConsumer), "one warpgroup copies, one multiplies dS and K");
 static_assert(kBr % kStatisticsRows == 0, "the statistics of a tile of rows are written by whole blocks");
 
 // ---- the thread that asks for tiles ----
@@ -94,7 +98,7 @@ __device__ __forceinline__ void produce(const BackwardWgmmaParams& a, const Shar
       request_v();
       // The warpgroup of dQ does not wait for this V. That of a later tile must not come to it before this one is there: it would take
       // a phase for another of the same parity.
-      if (kHalf) mbarrier_wait(shared.full_v(), parity_of<1>(ks));
+      if (kHalf && !kSplit) mbarrier_wait(shared.full_v(), parity_of<1>(ks));
       continue;
     }
     const auto request_q = [&] {
@@ -109,8 +113,8 @@ __device__ __forceinline__ void produce(const BackwardWgmmaParams& a, const Shar
     request_v();
 #pragma unroll 1
     for (;;) {
-      const i32 slot = slot_of<kDoutSlots>(steps), head = walk.head(p, tile);
-      mbarrier_wait(shared.empty_dout(slot), parity_of<kDoutSlots>(steps) ^ kEmptyAtFirst);
+      const i32 slot = slot_of<kSlots>(steps), head = walk.head(p, tile);
+      mbarrier_wait(shared.empty_dout(slot), parity_of<kSlots>(steps) ^ kEmptyAtFirst);
       mbarrier_arrive_expect_tx(shared.full_dout(slot), DoutTile::kBytes + Shared::kStatisticsBytes);
       request_tile<DoutTile>(shared.dout(slot), a.dout_map, shared.full_dout(slot), walk.row_tile * kBr, p.dout_head == 0 ? 0 : head,
                              p.dout_batch == 0 ? 0 : tile.batch, kReadOften);
@@ -185,28 +189,29 @@ __device__ __forceinline__ void multiply_ds_k(const BackwardWgmmaParams& a, cons
   for (;; ++ks) {
     const i32 k_slot = slot_of<kKStages>(ks);
     mbarrier_wait(shared.full_k(k_slot), parity_of<kKStages>(ks));
-    const i32 ticket = read(shared.ticket(k_slot), lane);
+    const i32 ticket = read(shared.ticket(k_slot));
     if (ticket == kNoTicket) return;
     const KeyTile tile = key_tile(a, ticket);
     i32 left = Walk(a, tile).left;
     if (kHalf && left > 0) {
       mbarrier_wait(shared.full_v(), parity_of<1>(ks));
       const i32 live_keys = min(visibility(a.p, tile.batch, 0).key_length - tile.number * kBc, kBc);
-      const float unit = unit_of_ds(a, tile, &shared.at<u8>(shared.v()), live_keys, shared.maxima(), kMeetBarrier + kConsumers);
-      if (threadIdx.x % kWarpgroup == 0) {
-        shared.unit(k_slot) = unit;
-        shared.per_unit(k_slot) = 1 / (kWeightUnit * unit);
-        mbarrier_arrive(shared.full_unit(k_slot));
-      }
+      float sizes[3];
+      find_sizes(sizes, a, tile, &shared.at<u8>(shared.v()), live_keys, shared.maxima(), kMeetBarrier + kConsumers);
+      const float unit = unit_for(sizes);
+      shared.unit(k_slot) = unit;  // the same of all threads
+      shared.per_unit(k_slot) = 1 / (kWeightUnit * unit);
+      __syncwarp();
+    }
+    if constexpr (kHalf) {
+      mbarrier_arrive_if(shared.full_unit(k_slot), lane == 0);
       mbarrier_wait(shared.full_unit(k_slot), parity_of<kKStages>(ks));
-    } else if (kHalf && threadIdx.x % kWarpgroup == 0) {
-      mbarrier_arrive(shared.full_unit(k_slot));
     }
 #pragma unroll 1
     for (; left > 0; --left, ++steps) {
       const i32 slot = slot_of<kSlots>(steps);
       mbarrier_wait(shared.full_ds(slot), parity_of<kSlots>(steps));
-#pragma unroll(kSplit ? 1 : kDqPieces)  // of many pieces, one code: there are few registers here
+#pragma unroll
       for (i32 piece = 0; piece < kDqPieces; ++piece, ++pieces) {
         const i32 rows = piece / kDqPanels, panel = piece % kDqPanels;
         float dq[kDqRegisters];
@@ -232,6 +237,7 @@ __device__ __forceinline__ void multiply_ds_k(const BackwardWgmmaParams& a, cons
         mbarrier_arrive_if(shared.full_dq(dq_slot), lane == 0);
       }
     }
+    __syncwarp();  // all lanes have read what lies beside K
     mbarrier_arrive_if(shared.empty_k(k_slot), lane == 0);
   }
 }
@@ -317,7 +323,7 @@ struct Consumer : KeyOwner {
   }
 
   __device__ __forceinline__ void store(float per_unit) const {
-    const KeyTile of = key_tile(a, read(shared.ticket(k_ring.slot), lane()));  // once more, so that it need not be kept
+    const KeyTile of = key_tile(a, read(shared.ticket(k_ring.slot)));  // once more, so that it need not be kept
     const i32 key = first_key(of) + own_key();
     store_dv(of, key, dv);
     store_dk(of, key, dk, per_unit);
@@ -329,7 +335,7 @@ struct Consumer : KeyOwner {
       const i32 k_slot = k_ring.slot;
       const u32 v_parity = kKStages == 1 ? k_ring.parity : k_slot;
       mbarrier_wait(shared.full_k(k_slot), k_ring.parity);
-      const i32 ticket = read(shared.ticket(k_slot), lane());
+      const i32 ticket = read(shared.ticket(k_slot));
       if (ticket == kNoTicket) return;
       const KeyTile of = key_tile(a, ticket);
 #pragma unroll
@@ -370,6 +376,9 @@ struct Consumer : KeyOwner {
   }
 };
 
+#include "wgmma_backward_split.cuh"
+#include "wgmma_backward_rows.cuh"
+
 // ---- the kernels ----
 extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_wgmma_statistics(const __grid_constant__ BackwardWgmmaParams a) {
   for_row_statistics(a.p, [&](i64 head, i32 row, Lse lse, Real delta) {
@@ -381,12 +390,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_wgmma_statist
   const i32 blocks_of_head = (a.p.statistics_rows + kStatisticsRows - 1) / kStatisticsRows;
   const i32 first_row = static_cast<i32>(blockIdx.x % blocks_of_head) * kStatisticsRows;
   if (first_row >= a.p.row_tiles * kBr) return;
-  if (blockIdx.x == 0 && threadIdx.x == 0) *a.next_ticket = 0;
+  if (blockIdx.x == 0 && threadIdx.x < 2) a.next_ticket[threadIdx.x] = 0;
+  if (kSplit) return;
   const i64 head = blockIdx.x / blocks_of_head, index = head * a.p.row_tiles + first_row / kBr;
   if (threadIdx.x == 0 && first_row % kBr == 0) a.turns[index] = 0;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_wgmma_keys(const __grid_constant__ BackwardWgmmaParams a) {
+extern "C" __global__ void __launch_bounds__(kTileThreads, 1) backward_wgmma_keys(const __grid_constant__ BackwardWgmmaParams a) {
   ALIGNED_DYNAMIC_SMEM(smem, kAtomBytes);
   const Shared shared = {smem, smem_address(smem)};
   const i32 warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kWarpgroup, 0);  // the same in all lanes, as the compiler now knows
@@ -396,8 +406,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_wgmma_keys(co
     for (const TensorMap* map : {&a.q_map, &a.dout_map, &a.k_map, &a.v_map}) prefetch_tensormap(map);
     for (i32 slot = 0; slot < kKStages; ++slot) {
       mbarrier_init(shared.full_k(slot), 1);
-      mbarrier_init(shared.full_unit(slot), 1);
-      mbarrier_init(shared.empty_k(slot), kConsumerWarps + kWarps + 1);
+      mbarrier_init(shared.full_unit(slot), kWarps);
+      mbarrier_init(shared.empty_k(slot), kConsumerWarps + (kSplit ? 0 : kWarps + 1));
     }
     mbarrier_init(shared.full_v(), 1);
     mbarrier_init(shared.empty_v(), kWriterWarps);
@@ -408,10 +418,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_wgmma_keys(co
       mbarrier_init(shared.empty_dout(slot), kConsumerWarps);
       mbarrier_init(shared.full_ds(slot), kWriterWarps);
       mbarrier_init(shared.empty_ds(slot), kWarps);
+      mbarrier_init(shared.clean_dout(slot), kWarps);
     }
     mbarrier_init(shared.full_p(), kWarps);
     mbarrier_init(shared.empty_p(), kWarps);
-    mbarrier_init(shared.clean_dout(), kWarps);
     for (i32 slot = 0; slot < kDqStages; ++slot) {
       mbarrier_init(shared.full_dq(slot), kWarps);
       mbarrier_init(shared.empty_dq(slot), 1);
@@ -423,10 +433,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_wgmma_keys(co
   if (warpgroup == 0) {
     setmaxnreg_dec<kCopyRegisters>();
     if (threadIdx.x == 0) produce(a, shared);
-    if (threadIdx.x == kStoringThread) add_in_turn(a, shared);
-  } else if (warpgroup == 1) {
-    setmaxnreg_dec<kDqWarpgroupRegisters>();
-    multiply_ds_k(a, shared);
+    if (!kSplit && threadIdx.x == kStoringThread) add_in_turn(a, shared);
+  } else if (warpgroup < kFirstConsumer) {
+    if constexpr (!kSplit) {
+      setmaxnreg_dec<kDqWarpgroupRegisters>();
+      multiply_ds_k(a, shared);
+    }
   } else {
     setmaxnreg_inc<kConsumerRegisters>();
     if constexpr (!kSplit)
@@ -439,7 +451,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_wgmma_keys(co
 }
 
 // dQ from its sums: a warp for 16 rows of a piece
-extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_wgmma_rows(const __grid_constant__ BackwardWgmmaParams a) {
+__device__ __forceinline__ void convert_sums(const BackwardWgmmaParams& a) {
   const Params& p = a.p;
   const i32 lane = threadIdx.x % 32;
   const i64 part = blockIdx.x * static_cast<i64>(kThreads / 32) + threadIdx.x / 32, piece = part / kWarps, index = piece / kDqPieces;
@@ -461,4 +473,36 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_wgmma_rows(co
   const float scale = static_cast<float>(p.gradient_scale);
   Element* const to = p.dq + batch * p.dq_batch + head * p.dq_head + row * p.dq_row + column;
   store_accumulator<kDqColumns>(to, p.dq_row, p.n_q - row, p.d - column, dq, lane, [&](i32, float x) { return x * scale; });
+}
+
+// dQ, by rows
+__device__ __forceinline__ void make_rows(const BackwardWgmmaParams& a, u8* smem) {
+  const RowShared shared = {smem, smem_address(smem)};
+  const i32 warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kWarpgroup, 0);
+  if (threadIdx.x == 0) {
+    for (const TensorMap* map : {&a.q_map, &a.dout_map, &a.k_map, &a.v_map}) prefetch_tensormap(map);
+    for (const u32 full : {shared.full_q(), shared.full_dout(), shared.full_v()}) mbarrier_init(full, 1);
+    for (const u32 empty : {shared.empty_q(), shared.empty_dout(), shared.empty_v()}) mbarrier_init(empty, kConsumerWarps);
+    for (i32 slot = 0; slot < kRowKStages; ++slot) {
+      mbarrier_init(shared.full_k(slot), 1);
+      mbarrier_init(shared.empty_k(slot), kConsumerWarps);
+    }
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+  if (warpgroup == 0) {
+    setmaxnreg_dec<kCopyRegisters>();
+    if (threadIdx.x == 0) produce_for_rows(a, shared);
+  } else {
+    setmaxnreg_inc<kConsumerRegisters>();
+    RowOwner{a, shared, warpgroup - kFirstConsumer}.run();
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kSplit ? kTileThreads : kThreads, 1) backward_wgmma_rows(const __grid_constant__ BackwardWgmmaParams a) {
+  ALIGNED_DYNAMIC_SMEM(smem, kAtomBytes);
+  if constexpr (kSplit)
+    make_rows(a, smem);
+  else
+    convert_sums(a);
 }

@@ -170,6 +170,43 @@ __device__ __forceinline__ void produce(const WgmmaParams& a, const Shared& shar
   }
 }
 
+// ---- the producer of a bias of keys: one warp, which is told of rows as the first warpgroup is ----
+__device__ __forceinline__ void produce_bias(const WgmmaParams& a, const Shared& shared) {
+  constexpr i32 kPerLane = (kBc + 31) / 32;
+  const Params& p = a.p;
+  const i32 lane = threadIdx.x % 32;
+  Ring<kStages> k_ring;
+  Ring<kQStages> q_ring;
+  Ring<Shared::kBiasSlots> bias_ring;
+  k_ring.parity = kEmptyAtFirst;
+  for (;; q_ring.advance()) {
+    mbarrier_wait(shared.full_q(q_ring.slot, 0), q_ring.parity);
+    const RowWork work = *shared.row_work(q_ring.slot, 0);
+    __syncwarp();
+    if (work.rows.row0 == kNoRows) return;
+    mbarrier_arrive_if(shared.empty_q(q_ring.slot, 0), lane == 0);
+    const Scores score = scores(p, work.rows.batch, work.rows.head);
+    const i32 first = work.tiles.first - work.passed_over_behind;
+#pragma unroll 1
+    for (i32 j = work.tiles.end + work.passed_over - 1; j >= first; --j) {
+      float bias[kPerLane];
+#pragma unroll
+      for (i32 i = 0; i < kPerLane; ++i) {
+        const i32 key = j * kBc + 32 * i + lane;
+        bias[i] = key < p.n_k ? score.bias_at(0, key) : 0;
+      }
+      mbarrier_wait(shared.empty_k(k_ring.slot), k_ring.parity);
+#pragma unroll
+      for (i32 i = 0; i < kPerLane; ++i)
+        if (kBc % 32 == 0 || 32 * i + lane < kBc) shared.bias(bias_ring.slot)[32 * i + lane] = bias[i];
+      __syncwarp();
+      mbarrier_arrive_if(shared.full_k(k_ring.slot), lane == 0);
+      k_ring.advance();
+      bias_ring.advance();
+    }
+  }
+}
+
 // ---- a consumer warpgroup ----
 enum class Reference { kFirstMaximum, kMaximum, kTrusted };  // by which a tile is weighed (wgmma_softmax.cuh)
 
@@ -182,6 +219,7 @@ struct Consumer {
 
   Ring<kStages> k_ring, v_ring;
   Ring<kQStages> q_ring;
+  Ring<Shared::kBiasSlots> bias_ring;
   RowWork work = {};  // rows.row0: this lane's first row
   i32 j;              // the key tile at hand
 
@@ -241,12 +279,18 @@ struct Consumer {
   }
 
   // From the dot products with the keys of the tile at hand, from its key `key` on
-  template <bool kMayBeCut, i32 n> __device__ __forceinline__ void finish_scores_of_tile(float (&s)[n], i32 key, i32 j) const {
+  template <bool kMayBeCut, i32 n> __device__ __forceinline__ void finish_scores_of_tile(float (&s)[n], i32 key, i32 j, i32 bias_slot) const {
     const Scores score = scores(a.p, work.rows.batch, work.rows.head);
     const i32 key0 = j * kBc + key + 2 * (lane % 4);
+    if constexpr (kBiasOfKeys) {
+      add_bias_of_keys(s, score, shared.bias(bias_slot) + key + 2 * (lane % 4));
+      __syncwarp();  // all lanes have read it before one of them releases the next K
+    }
     if (kMayBeCut && !work.tiles.whole(j))
       finish_scores<true>(s, score, visible(), work.rows.row0, key0);
-    else if (!kFolded)
+    else if constexpr (kBias && !kScored)
+      add_bias_of_rows(s, score, visible(), work.rows.row0, key0);
+    else if (!kScored)
       finish_scores<false>(s, score, visible(), work.rows.row0, key0);
   }
 
@@ -272,7 +316,7 @@ struct Consumer {
     pin(s);
     arrive(shared.empty_k(k_ring.slot));
     mbarrier_arrive_if(shared.empty_q(q_ring.slot, warpgroup), lane == 0 && j == work.tiles.first);
-    finish_scores_of_tile<kMayBeCut>(s, 0, j);
+    finish_scores_of_tile<kMayBeCut>(s, 0, j, bias_ring.slot);
     float offset[2] = {rows.m[0] * c, rows.m[1] * c}, factor[2];
     bool raised = false;
     if constexpr (kFirst)
@@ -282,7 +326,6 @@ struct Consumer {
     Rows::weigh(s, c, offset, sum);
 
     if constexpr (kPending) {
-      if constexpr (kFirst) pin(s);  // the weights before the wait
       wgmma_wait_group<0>();
       pin(o);
       arrive(shared.empty_v(v_ring.slot));
@@ -298,6 +341,7 @@ struct Consumer {
     }
     if (j == work.tiles.first) q_ring.advance();
     k_ring.advance();
+    bias_ring.advance();
     --j;
     if (kSpeculative && !kFirst && rows.may_be_outgrown(sum)) return true;
     rows.add(sum);
@@ -306,11 +350,12 @@ struct Consumer {
 
   // The last step's softmax again, where references were too small for it
   __device__ __forceinline__ void repair() {
+    const i32 bias_slot = (bias_ring.slot == 0 ? Shared::kBiasSlots : bias_ring.slot) - 1;
     rows.repair(s, sum, p, o, c, [&](float (&part)[kPartKeys / 2], i32 key) {
       multiply_q_k_again(part, a.p, work.rows, (j + 1) * kBc + key, lane);
       if (kFolded && a.p.scale_log2 < 0)  // as Q had it
         for (float& x : part) x = -x;
-      finish_scores_of_tile<kPassesOver || kMask>(part, key, j + 1);
+      finish_scores_of_tile<kPassesOver || kMask>(part, key, j + 1, bias_slot);
     });
     rows.add(sum);
   }
@@ -344,9 +389,12 @@ struct Consumer {
       begin_turn();
       end_turn();
       mbarrier_wait(shared.full_k(k_ring.slot), k_ring.parity);
+      __syncwarp();  // all lanes have seen the phase end before one of them lets the next begin
       arrive(shared.empty_k(k_ring.slot));
       k_ring.advance();
+      bias_ring.advance();
       mbarrier_wait(shared.full_v(v_ring.slot), v_ring.parity);
+      __syncwarp();
       arrive(shared.empty_v(v_ring.slot));
       v_ring.advance();
     }
@@ -405,8 +453,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) forward_wgmma(const __
   if (threadIdx.x == 0) {
     for (const TensorMap* map : {&a.q_map, &a.k_map, &a.v_map}) prefetch_tensormap(map);
     constexpr u32 kConsumerWarps = 4 * kConsumers;
+    constexpr u32 kBiasWarps = kBiasOfKeys ? 1 : 0;
     for (i32 slot = 0; slot < kStages; ++slot) {
-      mbarrier_init(shared.full_k(slot), 1);
+      mbarrier_init(shared.full_k(slot), 1 + kBiasWarps);
       mbarrier_init(shared.full_v(slot), 1);
       mbarrier_init(shared.empty_k(slot), kConsumerWarps);
       mbarrier_init(shared.empty_v(slot), kConsumerWarps);
@@ -414,7 +463,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) forward_wgmma(const __
     for (i32 slot = 0; slot < kQStages; ++slot)
       for (i32 w = 0; w < kConsumers; ++w) {
         mbarrier_init(shared.full_q(slot, w), 1);
-        mbarrier_init(shared.empty_q(slot, w), 4);
+        mbarrier_init(shared.empty_q(slot, w), w == 0 ? 4 + kBiasWarps : 4);
       }
     fence_mbarrier_init();
   }
@@ -424,6 +473,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) forward_wgmma(const __
   if (warpgroup == 0) {
     if constexpr (kProducerRegisters > 0) setmaxnreg_dec<kProducerRegisters>();
     if (threadIdx.x == 0) produce(a, shared);
+    if (kBiasOfKeys && threadIdx.x / 32 == 1) produce_bias(a, shared);
   } else {
     if constexpr (kConsumerRegisters > 0) setmaxnreg_inc<kConsumerRegisters>();
     Consumer(a, shared, warpgroup - 1).run();

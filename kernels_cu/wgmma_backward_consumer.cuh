@@ -2,10 +2,11 @@
 #pragma once
 
 constexpr i32 kMeetBarrier = 1;  // the first named barrier; one for each consumer, and one for dQ
-constexpr i32 kFirstConsumer = 2;  // warpgroup
+constexpr i32 kFirstConsumer = kSplit ? 1 : 2;  // warpgroup; before it, one that copies, and one that multiplies dS and K
 
-// What stands beside a tile of K, by the lane that will release its slot
-__device__ __forceinline__ i32 read(const i32& of_tile, i32 lane) { return __shfl_sync(0xffffffff, lane == 0 ? of_tile : 0, 0); }
+// What stands beside a tile of K, in a form that the compiler knows to be the same in all lanes. Where lane 0 alone did the reading, NVRTC
+// 13.0 kept every address of the kernel in each lane.
+__device__ __forceinline__ i32 read(const i32& of_tile) { return __shfl_sync(0xffffffff, of_tile, 0); }
 
 struct KeyOwner {
   const BackwardWgmmaParams& a;

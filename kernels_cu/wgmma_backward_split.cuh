@@ -3,11 +3,11 @@
 //
 // No wait can close a circle. Tiles of rows are asked for in the order Q 0, dO 0, Q 1, dO 1, ... Of step j, the weigher waits for Q j + 1,
 // then for dO j; P j + 1 for P j to have been read. The differentiator waits for P j, then for dO j + 1, and releases Q j thereafter. So
-// whoever waits for what belongs to step j has released all that belongs to step j - 2, and dO j - 1 and P j - 1 once both came to step j:
-// Q j + 1, of two slots, needs the end of step j - 1 of both, and that needs dO j, which was asked for before Q j + 1.
+// whoever waits for what belongs to step j has released all that belongs to step j - 2, and both slots of Q and of dO were released for
+// what comes into them once both consumers came to step j.
 #pragma once
 
-constexpr u32 kWriterWarps = kSplit ? 4 : 4 * kConsumers;  // that write dS^T, and read V
+constexpr u32 kWriterWarps = kSplit ? 4 : 4 * kConsumers;  // that make dS^T, and read V
 
 struct Weigher : KeyOwner {
   Ring<kKStages> k_ring;
@@ -47,15 +47,15 @@ struct Weigher : KeyOwner {
 
   // S^T of the next rows and dV; of the last rows there are no next ones.
   template <bool kLast> __device__ __forceinline__ void step(const KeyTile& of, Walk& walk) {
-    const i32 slot = slot_of<kDoutSlots>(steps), next = slot_of<kSlots>(steps + 1);
+    const i32 slot = slot_of<kSlots>(steps), next = slot_of<kSlots>(steps + 1);
     if constexpr (!kLast) {
       walk.advance(a.p);
       mbarrier_wait(shared.full_q(next), parity_of<kSlots>(steps + 1));
       clear_query_rows<QTile>(shared.q(next), of, walk.row_tile);
       issue_s(next);
     }
-    mbarrier_wait(shared.full_dout(slot), parity_of<kDoutSlots>(steps));
-    if (kQLengths) mbarrier_wait(shared.clean_dout(), parity_of<1>(steps));
+    mbarrier_wait(shared.full_dout(slot), parity_of<kSlots>(steps));
+    if (kQLengths) mbarrier_wait(shared.clean_dout(slot), parity_of<kSlots>(steps));
     wgmma_fence();
     issue_weights_by_rows<kDv>(dv, p, shared.dout(slot));
     if constexpr (!kLast) {
@@ -75,7 +75,7 @@ struct Weigher : KeyOwner {
     for (;;) {
       const i32 k_slot = k_ring.slot;
       mbarrier_wait(shared.full_k(k_slot), k_ring.parity);
-      const i32 ticket = read(shared.ticket(k_slot), lane());
+      const i32 ticket = read(shared.ticket(k_slot));
       if (ticket == kNoTicket) return;
       const KeyTile of = key_tile(a, ticket);
 #pragma unroll
@@ -95,7 +95,7 @@ struct Weigher : KeyOwner {
         while (walk.left > 1) step<false>(of, walk);
         step<true>(of, walk);
       }
-      const KeyTile again = key_tile(a, read(shared.ticket(k_slot), lane()));  // so that it need not be kept
+      const KeyTile again = key_tile(a, read(shared.ticket(k_slot)));  // so that it need not be kept
       store_dv(again, first_key(again) + own_key(), dv);
       __syncwarp();  // all lanes have read what lies beside K
       arrive(shared.empty_k(k_slot));
@@ -110,32 +110,42 @@ struct Differentiator : KeyOwner {
 
   float dp[kSRegisters], dk[kDkRegisters];
   u32 ds[kPRegisters];
+  float unit = 1;  // of dS (wgmma_backward_units.cuh)
 
   __device__ __forceinline__ Differentiator(const BackwardWgmmaParams& a, const Shared& shared) : KeyOwner{a, shared, 1} {}
 
+  // And tells those who make dQ how large V is
+  __device__ __forceinline__ void choose_unit(const KeyTile& of) {
+    const i32 live_keys = min(visibility(a.p, of.batch, 0).key_length - of.number * kBc, kBc);
+    float sizes[3];
+    find_sizes(sizes, a, of, &shared.at<u8>(shared.v()), live_keys, shared.maxima(), kMeetBarrier + number);
+    unit = unit_for(sizes);
+    const i64 head = static_cast<i64>(of.batch) * (a.p.heads / a.p.group) + of.kv_head;
+    if (threadIdx.x % kWarpgroup == 0) a.v_sizes[head * a.p.key_tiles + of.number] = sizes[2];
+  }
   // dP^T of the rows of step `n`
   __device__ __forceinline__ void issue_dp(u32 n, const KeyTile& of, const Walk& walk) {
-    const i32 slot = slot_of<kDoutSlots>(n);
-    mbarrier_wait(shared.full_dout(slot), parity_of<kDoutSlots>(n));
+    const i32 slot = slot_of<kSlots>(n);
+    mbarrier_wait(shared.full_dout(slot), parity_of<kSlots>(n));
     clear_query_rows<DoutTile>(shared.dout(slot), of, walk.row_tile);
-    if (kQLengths) arrive(shared.clean_dout());
+    if (kQLengths) arrive(shared.clean_dout(slot));
     wgmma_fence();
     issue_keys_by_rows<kDv>(dp, shared.v(), shared.dout(slot));
   }
   // dS = P o (dP - delta), in place. Of pairs that are not seen nothing is multiplied: delta may be anything there.
   template <bool kMasked> __device__ __forceinline__ void differentiate_weighed(const float* delta) {
     const Vector<float, 2>* const weights = shared.p() + thread_index_again() % kWarpgroup;
-    const float unit = kHalf ? shared.unit(k_ring.slot) : 1;
 #pragma unroll
     for (i32 b = 0; b < kBr / kBlock; ++b) {
       const auto of_two_blocks = *reinterpret_cast<const Vector<float, 4>*>(delta + kBlock * (b - b % 2));
+      const float shift[2] = {of_two_blocks.x[2 * (b % 2)] * unit, of_two_blocks.x[2 * (b % 2) + 1] * unit};
 #pragma unroll
       for (i32 r = 0; r < 2; ++r) {
         const Vector<float, 2> p = weights[(2 * b + r) * kWarpgroup];
 #pragma unroll
         for (i32 e = 0; e < 2; ++e) {
           float& x = dp[4 * b + 2 * r + e];
-          const float ds = p.x[e] * (x - of_two_blocks.x[2 * (b % 2) + e]) * unit;
+          const float ds = p.x[e] * less_delta(x, shift[e], unit);
           x = kMasked && p.x[e] < Weights::kLeast ? 0 : ds;
         }
       }
@@ -144,8 +154,8 @@ struct Differentiator : KeyOwner {
 
   // From dP^T to dS^T, then dK and dP^T of the next rows; of the last rows there are no next ones.
   template <bool kLast> __device__ __forceinline__ void step(const KeyTile& of, Walk& walk) {
-    const i32 slot = slot_of<kSlots>(steps), dout_slot = slot_of<kDoutSlots>(steps);
-    const float* const delta = &shared.at<float>(shared.delta(dout_slot)) + 4 * (lane() % 4);
+    const i32 slot = slot_of<kSlots>(steps);
+    const float* const delta = &shared.at<float>(shared.delta(slot)) + 4 * (lane() % 4);
     mbarrier_wait(shared.full_p(), parity_of<1>(steps));
     if (is_whole(of, walk.row_tile))
       differentiate_weighed<false>(delta);
@@ -154,14 +164,8 @@ struct Differentiator : KeyOwner {
     pack(ds, dp);
     __syncwarp();  // all lanes have read P and delta
     arrive(shared.empty_p());
-    arrive(shared.empty_dout(dout_slot));
+    arrive(shared.empty_dout(slot));
     if (kLast) arrive(shared.empty_v());
-
-    mbarrier_wait(shared.empty_ds(slot), parity_of<kSlots>(steps) ^ kEmptyAtFirst);
-    store_ds(shared.ds(slot), ds);
-    fence_proxy_async();
-    __syncwarp();
-    arrive(shared.full_ds(slot));
 
     mbarrier_wait(shared.full_q(slot), parity_of<kSlots>(steps));
     wgmma_fence();
@@ -188,30 +192,29 @@ struct Differentiator : KeyOwner {
       const i32 k_slot = k_ring.slot;
       const u32 v_parity = kKStages == 1 ? k_ring.parity : k_slot;
       mbarrier_wait(shared.full_k(k_slot), k_ring.parity);
-      const i32 ticket = read(shared.ticket(k_slot), lane());
+      const i32 ticket = read(shared.ticket(k_slot));
       if (ticket == kNoTicket) return;
       const KeyTile of = key_tile(a, ticket);
 #pragma unroll
       for (i32 i = 0; i < kDkRegisters; ++i) dk[i] = 0;
       Walk walk(a, of);
-      float per_unit = 1;
       mbarrier_wait(shared.full_v(), v_parity);
-      if constexpr (kHalf) mbarrier_wait(shared.full_unit(k_slot), k_ring.parity);
       if (walk.left > 0) {
         clear_keys<VTile>(shared.v(), of);
         issue_dp(steps, of, walk);
+        if (kHalf) choose_unit(of);
         wgmma_wait_group<0>();
         pin(dp);
 #pragma unroll 1
         while (walk.left > 1) step<false>(of, walk);
         step<true>(of, walk);
-        if (kHalf) per_unit = shared.per_unit(k_slot);
       } else {
+        if (kHalf) choose_unit(of);
         __syncwarp();  // all lanes have seen that V is there
         arrive(shared.empty_v());
       }
-      const KeyTile again = key_tile(a, read(shared.ticket(k_slot), lane()));  // so that it need not be kept
-      store_dk(again, first_key(again) + own_key(), dk, per_unit);
+      const KeyTile again = key_tile(a, read(shared.ticket(k_slot)));  // so that it need not be kept
+      store_dk(again, first_key(again) + own_key(), dk, kHalf ? 1 / (kWeightUnit * unit) : 1);
       __syncwarp();  // all lanes have read what lies beside K
       arrive(shared.empty_k(k_slot));
       k_ring.advance();

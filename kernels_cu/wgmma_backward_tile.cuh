@@ -51,7 +51,7 @@ __device__ __forceinline__ void issue_weights_by_rows(float (&sum)[kColumns / 2]
 }
 // A piece of dS K: of dS^T the panel that starts at `ds`, of K the one at `k`
 __device__ __forceinline__ void issue_ds_k(float (&dq)[kDqRegisters], u32 ds, u32 k) {
-  const u64 a = column_operand(kSplit ? opaque(ds) : ds, DsTile::kPanelBytes), b = column_operand(kSplit ? opaque(k) : k, KTile::kPanelBytes);
+  const u64 a = column_operand(ds, DsTile::kPanelBytes), b = column_operand(k, KTile::kPanelBytes);
   wgmma_ts_first<kDqColumns>(dq, a, b);
 #pragma unroll
   for (i32 step = 1; step < kBc / kStep; ++step)

@@ -68,6 +68,22 @@ __device__ __forceinline__ float lse_as_subtracted(const Params& p, float lse) {
   return static_cast<float>(lse * (fabsf(c) < kLeastNormal ? kLog2E : c / p.scale));
 }
 
+// P of a pair, from q . k, and the derivative of its score
+__device__ __forceinline__ float weight_of(float dot, bool hidden, float lse, const Scores& score, i32 row, i32 key, float& slope) {
+  float above = -kInfinity;  // the log-sum-exp
+  slope = 1;
+  if (kFolded) {
+    above = hidden ? above : fmaf(dot, kInLog2 ? score.scale_log2 : score.scale, -lse);
+  } else if (!hidden) {
+    const Scores::WithSlope own = score.with_slope(dot, row, key);
+    above = own.score - lse;
+    slope = own.slope;
+  } else {
+    slope = 0;
+  }
+  return kInLog2 ? exp2_of(above) : kHalf ? exp2_of(fmaf(above, static_cast<float>(kLog2E), kWeightExponent)) : exp_of(above);
+}
+
 // P = exp(score - LSE) of the keys key, key + 8 and the rows row + 8 b, row + 8 b + 1 of a lane, of which `lse` has the statistics.
 // keep(i, ...) gets the slopes of registers 2i and 2i + 1 once these are there.
 template <bool kMasked, class Keep>
@@ -83,29 +99,21 @@ __device__ __forceinline__ void weigh(float (&s)[kSRegisters], const float* lse,
     const Vector<float, 4> of_two_blocks = *reinterpret_cast<const Vector<float, 4>*>(lse + kBlock * (b - b % 2));
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
-      float slope[2] = {1, 1};
+      float slope[2];
 #pragma unroll
       for (i32 e = 0; e < 2; ++e) {
         const i32 column = kBlock * b + e;
-        const float of_row = of_two_blocks.x[2 * (b % 2) + e];
         float& x = s[4 * b + 2 * r + e];
         const bool hidden = kMasked && (kMask ? !see.sees(row + column, key + 8 * r) : column < first[r] || column >= end[r]);
-        float above = -kInfinity;  // the log-sum-exp
-        if (kFolded) {
-          above = hidden ? above : fmaf(x, kInLog2 ? score.scale_log2 : score.scale, -of_row);
-        } else if (!hidden) {
-          const Scores::WithSlope own = score.with_slope(x, row + column, key + 8 * r);
-          above = own.score - of_row;
-          slope[e] = own.slope;
-        } else {
-          slope[e] = 0;
-        }
-        x = kInLog2 ? exp2_of(above) : kHalf ? exp2_of(fmaf(above, static_cast<float>(kLog2E), kWeightExponent)) : exp_of(above);
+        x = weight_of(x, hidden, of_two_blocks.x[2 * (b % 2) + e], score, row + column, key + 8 * r, slope[e]);
       }
       keep(2 * b + r, slope[0], slope[1]);
     }
   }
 }
+
+// dP - delta, in `unit`, a power of two; `shift` is delta in that unit
+__device__ __forceinline__ float less_delta(float dp, float shift, float unit) { return kHalf ? fmaf(dp, unit, -shift) : dp - shift; }
 
 // dS = P o (dP - delta), times the derivative of the score; in place. Of pairs that are not seen nothing is multiplied: delta may be
 // anything there.
@@ -116,6 +124,7 @@ __device__ __forceinline__ void differentiate(float (&dp)[kSRegisters], const We
 #pragma unroll
   for (i32 b = 0; b < kBr / kBlock; ++b) {
     const Vector<float, 4> of_two_blocks = *reinterpret_cast<const Vector<float, 4>*>(delta + kBlock * (b - b % 2));
+    const float shift[2] = {of_two_blocks.x[2 * (b % 2)] * unit, of_two_blocks.x[2 * (b % 2) + 1] * unit};
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
       const Vector<float, 2> p = weights.of_pair(2 * b + r);
@@ -124,8 +133,7 @@ __device__ __forceinline__ void differentiate(float (&dp)[kSRegisters], const We
 #pragma unroll
       for (i32 e = 0; e < 2; ++e) {
         float& x = dp[4 * b + 2 * r + e];
-        const float of_row = of_two_blocks.x[2 * (b % 2) + e];
-        const float ds = p.x[e] * (x - of_row) * (kHalf ? unit : 1);
+        const float ds = p.x[e] * less_delta(x, shift[e], unit);
         x = kMasked && p.x[e] < Weights::kLeast ? 0 : kSoftcap ? ds * slope.x[e] : ds;
       }
     }

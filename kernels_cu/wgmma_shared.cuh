@@ -32,6 +32,10 @@ struct Shared {
     return reinterpret_cast<RowWork*>(base + kRowWork) + slot * kConsumers + warpgroup;
   }
 
+  // The bias of a tile's keys, which comes with K: on K's full barrier. It has a slot more, so that K's empty barrier serves it too: a warp
+  // that is done with a K is done with the bias of the tile before.
+  __device__ __forceinline__ float* bias(i32 slot) const { return reinterpret_cast<float*>(base + kBiasTiles) + slot * kBc; }
+
   // A panel of a warp's rows, on their way to device memory
   __device__ __forceinline__ u8* stage(i32 warpgroup, i32 warp) const { return base + kStage + (4 * warpgroup + warp) * kStageBytes; }
 
@@ -46,6 +50,8 @@ struct Shared {
   static constexpr i32 kBarrierBytes = 8;
   static constexpr i32 kRowWork =
       kBarriers + (4 * kStages + 2 * kQStages * kConsumers) * kBarrierBytes / alignof(RowWork) * alignof(RowWork) + alignof(RowWork);
+  static constexpr i32 kBiasSlots = kStages + 1;
+  static constexpr i32 kBiasTiles = kRowWork + kQStages * kConsumers * static_cast<i32>(sizeof(RowWork));
 
  private:
   __device__ __forceinline__ u32 barrier(i32 number) const { return address + kBarriers + number * kBarrierBytes; }

@@ -10,12 +10,13 @@
 #pragma once
 
 constexpr bool kFolded = !kSoftcap && !kBias;
+constexpr bool kScored = kFolded || kBiasOfKeys;  // before finish_scores
 constexpr float kMostSum = 0x1p15f;  // of a lane's weights in a tile: so that each is a float16
 constexpr float kMostOfSum = 2;      // times l: as much may the weights of a tile add
 constexpr float kLost = 0x1p100f;    // such a sum is as good as infinite: the factor that makes up for it would not be a normal number
 constexpr float kFar = 1024;         // of references in log2 units: beyond it, the rounding of c m would show in P
 constexpr float kLargest = 3.4028234664e38f;
-constexpr i32 kRepairs = kSpeculative ? 4 : 0;
+constexpr i32 kRepairs = kSpeculative ? 2 : 0;
 constexpr i32 kPartKeys = 16;        // of a tile, whose scores are computed again at a time
 
 // c. Where the scale is folded into it, its sign, and a scale of 0, are Q's.
@@ -56,13 +57,57 @@ __device__ __forceinline__ void pack_p(u32 (&p)[kPRegisters], const float (&s)[k
   for (i32 i = 0; i < kPRegisters; ++i) p[i] = pack2(s[2 * i], s[2 * i + 1], Element{});
 }
 
-// The scores that the softmax sees, from q . k of the rows row0, row0 + 8 and the keys key0 + 8 b, key0 + 8 b + 1 of a lane
+// From q . k
+__device__ __forceinline__ float biased(const Scores& score, float dot, float bias) {
+  return kSoftcap ? score.softcap * tanh_of(dot * score.scale) + bias : fmaf(dot, score.scale, bias);
+}
+// Where the bias is one of keys: `bias` holds it from the lane's first key on.
+template <i32 n> __device__ __forceinline__ void add_bias_of_keys(float (&s)[n], const Scores& score, const float* bias) {
+#pragma unroll
+  for (i32 b = 0; b < n / 4; ++b) {
+    const auto pair = *reinterpret_cast<const Vector<float, 2>*>(bias + kBlock * b);
+#pragma unroll
+    for (i32 i = 0; i < 4; ++i) s[4 * b + i] = biased(score, s[4 * b + i], pair.x[i % 2]);
+  }
+}
+
+// Where rows differ in bias, of a tile that rows see whole. A few blocks of keys are loaded together.
+template <i32 n>
+__device__ __forceinline__ void add_bias_of_rows(float (&s)[n], const Scores& score, const Visibility& see, i32 row0, i32 key0) {
+  using Pair = Vector<BiasElement, 2>;
+  constexpr i32 kTogether = 16 / sizeof(BiasElement);
+  const BiasElement* of_row[2];  // from the lane's first key on
+#pragma unroll
+  for (i32 r = 0; r < 2; ++r) of_row[r] = score.bias + min(row0 + 8 * r, see.query_length - 1) * score.bias_row + key0 * score.bias_column;
+  const bool in_pairs = score.bias_column == 1 && score.bias_row % 2 == 0 && reinterpret_cast<u64>(score.bias) % sizeof(Pair) == 0;
+#pragma unroll
+  for (i32 first = 0; first < n / 4; first += kTogether) {
+    float bias[4 * kTogether];
+    if (in_pairs) {
+#pragma unroll
+      for (i32 i = 0; i < 2 * kTogether && 2 * first + i < n / 2; ++i) {
+        const Pair pair = *reinterpret_cast<const Pair*>(of_row[i % 2] + kBlock * (first + i / 2));
+#pragma unroll
+        for (i32 e = 0; e < 2; ++e) bias[2 * i + e] = to_real(pair.x[e]);
+      }
+    } else {
+#pragma unroll
+      for (i32 i = 0; i < 4 * kTogether && 4 * first + i < n; ++i)
+        bias[i] = to_real(of_row[row_of_s(i)][(kBlock * (first + i / 4) + i % 2) * score.bias_column]);
+    }
+#pragma unroll
+    for (i32 i = 0; i < 4 * kTogether && 4 * first + i < n; ++i) s[4 * first + i] = biased(score, s[4 * first + i], bias[i]);
+  }
+}
+
+// The scores that the softmax sees, from q . k of the rows row0, row0 + 8 and the keys key0 + 8 b, key0 + 8 b + 1 of a lane; where kScored,
+// from scores that lack nothing but the mask
 template <bool kMasked, i32 n>
 __device__ __forceinline__ void finish_scores(float (&s)[n], const Scores& score, const Visibility& see, i32 row0, i32 key0) {
 #pragma unroll
   for (i32 r = 0; r < 2; ++r) {
     const i32 row = row0 + 8 * r, scored_row = min(row, see.query_length - 1);
-    const bool is_read = kFolded || row < see.query_length;  // rows that nobody asked for have no bias
+    const bool is_read = kScored || row < see.query_length;  // rows that nobody asked for have no bias
     const i32 first = see.first_key(row) - key0, end = (is_read ? see.end_key(row) : 0) - key0;
 #pragma unroll
     for (i32 b = 0; b < n / 4; ++b)
@@ -72,7 +117,7 @@ __device__ __forceinline__ void finish_scores(float (&s)[n], const Scores& score
         float& x = s[4 * b + 2 * r + e];
         if (kMasked && !(kMask ? see.sees(row, key0 + key) : (!kLeft || key >= first) && key < end))
           x = -kInfinity;
-        else if (!kFolded)
+        else if (!kScored)
           x = score(x, scored_row, key0 + key);
       }
   }

@@ -10,7 +10,7 @@ __device__ __forceinline__ void store_staged(Element* rows, i64 stride, i32 live
   const auto place = [&](i32 row, i32 chunk) { return row * kPanelRowBytes + (chunk ^ row % kSwizzleRows) * kChunkBytes; };
 #pragma unroll
   for (i32 panel = 0; panel < kChunks; panel += kSwizzleRows) {  // its first chunk
-    if (panel > 0) __syncwarp();                                 // the panel before has been read
+    __syncwarp();  // the panel before has been read, or that of the rows before
 #pragma unroll
     for (i32 chunk = 0; chunk < min(kSwizzleRows, kChunks - panel); chunk += 2) {
       u32 word[4];

@@ -78,6 +78,7 @@ def test_the_header_declares_every_constant():
         "constexpr bool kSoftcap = false;\n"
         "constexpr bool kMask = true;\n"
         "constexpr bool kBias = true;\n"
+        "constexpr bool kBiasOfKeys = false;\n"
         "constexpr bool kQLengths = false;\n"
         "constexpr bool kKvLengths = true;\n"
         "constexpr bool kAligned = false;\n"

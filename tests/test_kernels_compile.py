@@ -100,6 +100,15 @@ def test_crowded_tiles_of_one_feature_spill_next_to_nothing(architecture):
     expect_clean("forward_mma", architecture, wanted)
 
 
+@pytest.mark.parametrize("sizes", [{}, {"n_q": 1}], ids=["many-queries", "few-queries"])
+def test_hopper_tiles_for_a_bias_of_keys_compile_clean(sizes):
+    device = known_device("sm_90")
+    wanted = [Spec("bfloat16", d, d, right=d == 64, bias="float32", bias_of_keys=True) for d in (64, 128)]
+    without = Spec("bfloat16", 128, 128)
+    assert wgmma_default(wanted[1], device, **sizes) == wgmma_default(without, device, **sizes)
+    expect_clean("forward_wgmma", "sm_90", wanted, **sizes)
+
+
 @pytest.mark.parametrize("sizes", [{"n_q": 1}, {"n_k": 4096}], ids=["few-queries", "many-keys"])
 def test_hopper_tiles_for_some_sizes_compile_clean(sizes):
     every = [Spec("bfloat16", d, d, right=right) for d in (64, 80, 128, 256) for right in (False, True)]

@@ -36,6 +36,8 @@ CASES = [
     ("forward_mma", "bfloat16", EVERYTHING, mma_default),
     ("forward_mma", "float32", {}, mma_default),
     ("forward_wgmma", "bfloat16", CAUSAL, wgmma_default),
+    ("forward_wgmma", "float16", {"bias": "float32"}, wgmma_default),
+    ("forward_wgmma", "bfloat16", {"bias": "float32", "bias_of_keys": True}, wgmma_default),
     ("backward_simt", "float32", EVERYTHING, backward_simt_default),
     ("backward_bias", "float32", EVERYTHING, backward_simt_default),
     ("backward_mma", "bfloat16", EVERYTHING, backward_mma_default),
@@ -58,7 +60,9 @@ def test_every_kernel_is_compiled_here():
 
 
 @pytest.mark.parametrize(
-    ("kernel", "dtype", "features", "default"), CASES, ids=[f"{kernel}-{dtype}" for kernel, dtype, *_ in CASES]
+    ("kernel", "dtype", "features", "default"),
+    CASES,
+    ids=[f"{kernel}-{dtype}-{'-'.join(features)}" for kernel, dtype, features, _ in CASES],
 )
 def test_default_tiles_compile_without_spills_advisories_or_warnings(kernel, dtype, features, default):
     spec, device = Spec(dtype, 32, 32, **features), known_device("sm_90")

@@ -332,7 +332,8 @@ PROBLEMS = {
     "half a window": make_problem(window=(None, 40)),
     "causal window": make_problem(causal=True, window=(40, 0)),
     "mask and lengths": make_problem(mask=operand("mask", 1000, 1000, dtype="bool"), **LENGTHS),
-    "bias": make_problem(batch=3, bias=operand("bias", 1, 1, 1, 1000, dtype="float32"), dtype="bfloat16"),
+    "bias": make_problem(bias=operand("bias", 1000, 1000, dtype="float16")),
+    "bias of keys": make_problem(batch=3, bias=operand("bias", 1, 1, 1, 1000, dtype="float32"), dtype="bfloat16"),
     "unaligned": make_problem(d=59),
     "wide": make_problem(d=256, dtype="float32"),
 }

@@ -142,10 +142,11 @@ def test_workloads_survive_json():
 
 def test_a_workload_says_what_it_is():
     full = Workload(
-        "float16", 2, (8, 2), (1, 100), (64, 32), None, (10, None), True, True, "float32", True, True, False, True
+        "float16", 2, (8, 2), (1, 100), (64, 32), None, (10, None), True, True, "float32", True, True, False, True, True
     )
     assert str(full) == (
-        "float16 2x8/2x1/100x64/32 window 10,none softcap mask q_lengths kv_lengths bias float32 unaligned backward"
+        "float16 2x8/2x1/100x64/32 window 10,none softcap mask q_lengths kv_lengths"
+        " bias float32 of keys unaligned backward"
     )
 
 

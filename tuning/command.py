@@ -55,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--softcap", action="store_true", help="scores are capped")
     what.add_argument("--mask", action="store_true", help="there is a mask")
     what.add_argument("--bias", nargs="?", const="float32", choices=DTYPES, help="there is a bias, of this dtype")
+    what.add_argument("--bias-of-keys", action="store_true", help="the bias is the same for all query rows")
     what.add_argument("--q-lengths", action="store_true", help="queries differ in length")
     what.add_argument("--kv-lengths", action="store_true", help="keys differ in length")
     what.add_argument("--unaligned", action="store_true", help="rows are not made of whole 16-byte vectors")
@@ -92,7 +93,8 @@ def _calls_of(options: argparse.Namespace) -> list[Workload]:
     if len(given) > 1:
         raise ValueError(f"give a preset, files, sweeps or shapes, got {' and '.join(given)}")
     features: dict[str, Any] = {name: getattr(options, name) for name in ("causal", "softcap", "mask", "bias")}
-    features |= {"q_lengths": options.q_lengths, "kv_lengths": options.kv_lengths, "aligned": not options.unaligned}
+    features |= {name: getattr(options, name) for name in ("bias_of_keys", "q_lengths", "kv_lengths")}
+    features["aligned"] = not options.unaligned
     features["window"] = None if options.window is None else tuple(options.window)
     if options.like and options.batch:
         raise ValueError("--batch goes with --heads, --seqlen and --head-dim; --like reads it from the files")

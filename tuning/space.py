@@ -70,6 +70,7 @@ AXES: Mapping[str, Axes] = {
     },
     "backward_wgmma": {
         "b_r": (64, 128),
+        "b_c": (64, 128),
         "k_stages": (1, 2),
         "dq_stages": (2, 3, 4),
         "waves": (1, 2, 3, 4),

@@ -22,7 +22,7 @@ UNALIGNED = 1  # elements by which the arrays of an unaligned workload start lat
 class Workload(NamedTuple):
     """The shapes and options of one call. Pairs are of queries and keys: (H_q, H_kv), (N_q, N_k), (D, D_v).
 
-    `backward` is of the call that computes the gradients.
+    `backward` is of the call that computes the gradients, `bias_of_keys` of a bias that is the same for all rows.
 
     Examples
     --------
@@ -45,6 +45,7 @@ class Workload(NamedTuple):
     kv_lengths: bool = False
     aligned: bool = True
     backward: bool = False
+    bias_of_keys: bool = False
 
     def __str__(self) -> str:
         def pair(both: tuple[int, int]) -> str:
@@ -56,7 +57,7 @@ class Workload(NamedTuple):
         if self.window:
             words.append("window {},{}".format(*("none" if side is None else side for side in self.window)))
         words += [name for name in ("softcap", "mask", "q_lengths", "kv_lengths") if getattr(self, name)]
-        words += [f"bias {self.bias}"] if self.bias else []
+        words += [f"bias {self.bias}{' of keys' if self.bias_of_keys else ''}"] if self.bias else []
         words += [] if self.aligned else ["unaligned"]
         words += ["backward"] if self.backward else []
         return " ".join(words)
@@ -77,7 +78,7 @@ class Workload(NamedTuple):
         if self.mask:
             shapes["mask"] = (n_q, n_k)
         if self.bias:
-            shapes["bias"] = (n_q, n_k)
+            shapes["bias"] = (1 if self.bias_of_keys else n_q, n_k)
         if self.q_lengths:
             shapes["q_lengths"] = (self.batch,)
         if self.kv_lengths:

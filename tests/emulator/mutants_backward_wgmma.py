@@ -51,7 +51,7 @@ PROBLEMS = {
 }
 
 KERNEL, ORDER, WEIGHTS = "backward_wgmma.cu", "wgmma_backward_order.cuh", "wgmma_backward_weights.cuh"
-CONSUMER, SPLIT = "wgmma_backward_consumer.cuh", "wgmma_backward_split.cuh"
+CONSUMER, SPLIT, ROWS = "wgmma_backward_consumer.cuh", "wgmma_backward_split.cuh", "wgmma_backward_rows.cuh"
 TILE, SHARED, UNITS = "wgmma_backward_tile.cuh", "wgmma_backward_shared.cuh", "wgmma_backward_units.cuh"
 WAIT_FOR_DK = "    wgmma_wait_group<0>();\n    pin(dk);\n"
 WAIT_FOR_DP = "    wgmma_wait_group<1>();\n    pin(dp);\n"
@@ -104,7 +104,7 @@ MUTANTS = [
     Mutant(
         "k-released-by-consumers-only",
         *(KERNEL, "    mbarrier_arrive_if(shared.empty_k(k_slot), lane == 0);\n", "", ("groups",)),
-        also=(("kConsumerWarps + kWarps + 1", "kConsumerWarps + 1"),),
+        also=(("(kSplit ? 0 : kWarps + 1)", "1"),),
     ),
     Mutant("dp-not-waited-for", KERNEL, WAIT_FOR_DP, "", ("plain",)),
     Mutant(
@@ -192,8 +192,8 @@ MUTANTS = [
     Mutant(
         "panels-of-ds-k-too-near",
         TILE,
-        "column_operand(kSplit ? opaque(k) : k, KTile::kPanelBytes)",
-        "column_operand(k, 16)",
+        "b = column_operand(k, KTile::kPanelBytes)",
+        "b = column_operand(k, 16)",
         ("panels",),
         also=(("kDqColumns = kD < kPanelColumns ? kD : kPanelColumns", "kDqColumns = kD"),),
     ),
@@ -215,7 +215,7 @@ MUTANTS = [
         "dout-multiplied-before-it-is-clean",
         *(
             SPLIT,
-            "    if (kQLengths) mbarrier_wait(shared.clean_dout(), parity_of<1>(steps));\n",
+            "    if (kQLengths) mbarrier_wait(shared.clean_dout(slot), parity_of<kSlots>(steps));\n",
             "",
             ("split-lengths",),
         ),
@@ -232,6 +232,78 @@ MUTANTS = [
             "      weigh_scores(next, of, walk);\n      pack(p, s);\n",
             ("split",),
         ),
+    ),
+    # ---- dQ in a kernel of its own ----
+    Mutant("k-of-rows-released-before-dq", ROWS, "      wgmma_wait_group<2>();\n", "", ("split",)),
+    Mutant("s-of-rows-read-under-way", ROWS, "    wgmma_wait_group<1>();\n    pin(s);\n", "    pin(s);\n", ("split",)),
+    Mutant(
+        "dp-of-rows-read-under-way", ROWS, "    wgmma_wait_group<0>();\n    pin(dp);\n", "    pin(dp);\n", ("split",)
+    ),
+    Mutant(
+        "q-of-rows-released-too-early",
+        ROWS,
+        "lane() == 0 && is_last);\n    const bool",
+        "lane() == 0);\n    const bool",
+        ("split",),
+    ),
+    Mutant(
+        "dout-of-rows-not-waited-for",
+        *(ROWS, "    if constexpr (kFirst) mbarrier_wait(shared.full_dout(), parity_of<1>(tiles));\n", "", ("split",)),
+    ),
+    Mutant(
+        "v-of-rows-not-waited-for", ROWS, "    mbarrier_wait(shared.full_v(), parity_of<1>(steps));\n", "", ("split",)
+    ),
+    Mutant(
+        "v-of-rows-never-empty",
+        ROWS,
+        "mbarrier_wait(shared.empty_v(), parity_of<1>(steps) ^ kEmptyAtFirst);",
+        "",
+        ("split",),
+    ),
+    Mutant(
+        "k-of-rows-in-one-slot",
+        ROWS,
+        "const i32 slot = slot_of<kRowKStages>(steps), before",
+        "const i32 slot = 0, before",
+        ("split",),
+    ),
+    Mutant("last-keys-left-out-of-dq", ROWS, "        issue_dq(slot);\n        wgmma", "        wgmma", ("split",)),
+    Mutant("slope-forgotten-in-dq", ROWS, "          if (kSoftcap) x *= slope;\n", "", ("split",)),
+    Mutant("rows-of-dq-mixed-up", ROWS, "lse[r] = p.row_lse[at]", "lse[r] = p.row_lse[at - r]", ("split",)),
+    Mutant(
+        "keys-of-rows-not-cleared",
+        ROWS,
+        "      if (live_keys < kBc) clear_keys(shared.k(slot), live_keys);\n",
+        "",
+        ("split-lengths",),
+    ),
+    Mutant(
+        "keys-of-rows-cleared-by-halves",
+        ROWS,
+        "    bar_sync(kMeetBarrier + kConsumers, kConsumers * kWarpgroup);\n",
+        "",
+        ("split-lengths",),
+    ),
+    Mutant(
+        "dq-in-the-wrong-unit",
+        ROWS,
+        "(kHalf ? 1 / (kWeightUnit * unit) : 1)",
+        "(kHalf ? 1 / kWeightUnit : 1)",
+        ("split-lengths",),
+    ),
+    Mutant(
+        "rows-of-dq-not-masked",
+        ROWS,
+        "      weigh_scores<true>(own, tile);\n",
+        "      weigh_scores<false>(own, tile);\n",
+        ("split-lengths",),
+    ),
+    Mutant(
+        "second-consumer-has-the-rows-of-the-first",
+        ROWS,
+        "shared.full_q(), own.row0 + w * kWarpgroupRows",
+        "shared.full_q(), own.row0",
+        ("split",),
     ),
     Mutant("slots-of-v-and-q-overlap", SHARED, "kV + VTile::kBytes", "kV + VTile::kBytes / 2", ("panels",)),
 ]

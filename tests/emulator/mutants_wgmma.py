@@ -29,7 +29,34 @@ PROBLEMS = {
         USUAL,
     ),
     "negative": (Case("wgmma-negative", **SIZED, options={"scale": -0.3}), replace(USUAL, ping_pong=False)),
+    "passing-over": (
+        Case("wgmma-passing-over", **SIZED | {"n": (512, 512), "d": (16, 16)}, options={"window": (0, 0)}),
+        WgmmaConfig(consumers=2, b_c=16, stages=1, ping_pong=False),
+    ),
+    "two-ends": (
+        Case(
+            "wgmma-two-ends",
+            **SIZED | {"n": (300, 300), "d": (16, 16)},
+            q_lengths=(100,),
+            options={"causal": True, "window": (1, None)},
+        ),
+        WgmmaConfig(consumers=2, b_c=64),
+    ),
     "panels": (Case("wgmma-panels", **SIZED | {"d": (80, 144)}), USUAL),
+    "bias-of-keys": (Case("wgmma-bias-of-keys", **SIZED | {"batch": (2,), "n": (150, 150)}, bias="bh-k"), USUAL),
+    "bias-of-keys-causal": (
+        Case("wgmma-bias-of-keys-causal", **SIZED, bias="-h-k", bias_dtype="float32", options={"causal": "top-left"}),
+        replace(USUAL, stages=3, q_stages=2),
+    ),
+    "bias-of-keys-soaring": (
+        Case("wgmma-bias-of-keys-soaring", **SIZED, values="steep-ramp", bias="bh-k", options={"scale": -0.125}),
+        USUAL,
+    ),
+    "bias-of-rows": (Case("wgmma-bias-of-rows", **SIZED, bias="bhqk", q_lengths=(149,)), USUAL),
+    "bias-of-odd-rows": (
+        Case("wgmma-bias-of-odd-rows", **SIZED | {"n": (150, 99)}, bias="bhqk"),
+        replace(USUAL, b_c=80),
+    ),
 }
 
 KERNEL, TILE, SOFTMAX = "forward_wgmma.cu", "wgmma_tile.cuh", "wgmma_softmax.cuh"
@@ -38,8 +65,9 @@ PANELS, RING = "wgmma_panels.cuh", "wgmma_ring.cuh"
 WAIT_FOR_S = "    wgmma_wait_group<kPending ? 1 : 0>();\n    pin(s);\n"
 WAIT_FOR_O = "      wgmma_wait_group<0>();\n      pin(o);\n"
 RELEASE_K = "    arrive(shared.empty_k(k_ring.slot));\n    mbarrier_arrive_if(shared.empty_q"
-PIN_S = "      if constexpr (kFirst) pin(s);  // the weights before the wait\n"
-RELEASE_V = PIN_S + "      arrive(shared.empty_v(v_ring.slot));\n"  # where WAIT_FOR_O no longer stands between
+RELEASE_V = "(kPending) {\n      arrive(shared.empty_v(v_ring.slot));\n"  # where WAIT_FOR_O no longer stands between
+SEEN_BY_ALL = "      __syncwarp();  // all lanes have seen the phase end before one of them lets the next begin\n"
+STAGE_READ = "    __syncwarp();  // the panel before has been read, or that of the rows before\n"
 TELL_ROWS = "      *shared.row_work(q_ring.slot, w) = work;\n"
 MUTANTS = [
     # ---- tiles that are released too early, or read too early ----
@@ -81,9 +109,14 @@ MUTANTS = [
     Mutant(
         "k-loaded-over-the-last",
         KERNEL,
-        "    mbarrier_wait(shared.empty_k(k_ring.slot), k_ring.parity);\n",
-        "",
+        "    mbarrier_wait(shared.empty_k(k_ring.slot), k_ring.parity);\n    request",
+        "    request",
         ("plain",),
+    ),
+    Mutant(
+        "tiles-passed-over-before-all-lanes-saw-them",
+        *(KERNEL, SEEN_BY_ALL + "      arrive(shared.empty_k", "      arrive(shared.empty_k", ("passing-over",)),
+        also=(("      __syncwarp();\n      arrive(shared.empty_v", "      arrive(shared.empty_v"),),
     ),
     # ---- barriers: phases, counts, bytes ----
     Mutant("consumer-starts-a-phase-ahead", RING, "u32 parity = 0;", "u32 parity = 1;", ("plain",)),
@@ -153,6 +186,76 @@ MUTANTS = [
         ("negative",),
         times=2,
     ),
+    # ---- a bias of keys, which comes with K ----
+    Mutant(
+        "bias-not-waited-for",
+        KERNEL,
+        "(shared.full_k(slot), 1 + kBiasWarps)",
+        "(shared.full_k(slot), 1)",
+        ("bias-of-keys",),
+    ),
+    Mutant(
+        "bias-told-before-it-is-there",
+        KERNEL,
+        "      __syncwarp();\n      mbarrier_arrive_if(shared.full_k",
+        "      mbarrier_arrive_if(shared.full_k",
+        ("bias-of-keys",),
+    ),
+    Mutant(
+        "bias-loaded-over-the-last",
+        KERNEL,
+        "      mbarrier_wait(shared.empty_k(k_ring.slot), k_ring.parity);\n#pragma",
+        "#pragma",
+        ("bias-of-keys",),
+    ),
+    Mutant("bias-without-a-slot-more", SHARED, "kBiasSlots = kStages + 1", "kBiasSlots = kStages", ("bias-of-keys",)),
+    Mutant(
+        "bias-of-passed-over-keys",
+        *(KERNEL, "      bias_ring.advance();\n      mbarrier_wait(shared.full_v", "      mbarrier_wait(shared.full_v"),
+        ("bias-of-keys-causal",),
+    ),
+    Mutant(
+        "bias-from-the-tile-of-the-warpgroup",
+        KERNEL,
+        "work.tiles.end + work.passed_over - 1",
+        "work.tiles.end - 1",
+        ("bias-of-keys-causal",),
+    ),
+    Mutant(
+        "bias-beyond-the-keys-read",
+        KERNEL,
+        "key < p.n_k ? score.bias_at(0, key) : 0",
+        "score.bias_at(0, key)",
+        ("bias-of-keys",),
+    ),
+    Mutant("rows-released-before-they-are-read", KERNEL, "4 + kBiasWarps : 4", "4 : 4", ("bias-of-keys",)),
+    Mutant(
+        "lost-scores-with-the-next-bias",
+        *(KERNEL, "(bias_ring.slot == 0 ? Shared::kBiasSlots : bias_ring.slot) - 1;", "bias_ring.slot;"),
+        ("bias-of-keys-soaring",),
+    ),
+    # ---- a bias by rows ----
+    Mutant(
+        "bias-of-one-row-for-two",
+        SOFTMAX,
+        "score.bias + min(row0 + 8 * r, see.query_length - 1)",
+        "score.bias + min(row0, see.query_length - 1)",
+        ("bias-of-rows",),
+    ),
+    Mutant(
+        "bias-beyond-the-rows-read",
+        SOFTMAX,
+        "score.bias + min(row0 + 8 * r, see.query_length - 1)",
+        "score.bias + (row0 + 8 * r)",
+        ("bias-of-rows",),
+    ),
+    Mutant(
+        "bias-of-the-first-blocks",
+        SOFTMAX,
+        "kBlock * (first + i / 4) + i % 2",
+        "kBlock * (i / 4) + i % 2",
+        ("bias-of-odd-rows",),
+    ),
     # ---- which keys, rows and heads ----
     Mutant("right-bound-one-too-far", SOFTMAX, "key < end)", "key <= end)", ("causal",)),
     Mutant("left-bound-one-short", SOFTMAX, "key >= first)", "key > first)", ("window",)),
@@ -187,12 +290,17 @@ MUTANTS = [
         ("soaring",),
     ),
     Mutant("lost-scores-of-other-keys", KERNEL, "(j + 1) * kBc + key, lane)", "(j + 1) * kBc, lane)", ("soaring",)),
-    Mutant("lost-scores-of-other-rows", TILE, "of.row0 + 8 * (i % 2)", "of.row0", ("soaring",)),
+    Mutant("lost-scores-of-other-rows", TILE, "of.row0 + 8 * r", "of.row0", ("soaring",)),
+    Mutant("lost-scores-of-other-columns", TILE, "kStep * step + 4 *", "4 *", ("soaring",)),
     Mutant("lost-scores-of-the-other-sign", KERNEL, "a.p.scale_log2 < 0)  // as", "false)  // as", ("soaring",)),
     Mutant("coarse-reference", SOFTMAX, "fabsf(m * c) < kFar", "fabsf(m * c) < 1e30f", ("hot",)),
     Mutant("l-of-one-lane", STORE, "sum_over_quad(rows.l[r])", "rows.l[r]", ("plain",)),
     Mutant("lse-of-base-2", SOFTMAX, " * static_cast<Lse>(kLn2) + log_of", " + log_of", ("plain",)),
     Mutant("rows-beyond-the-end-written", STORE, "row < live_rows && (panel", "(panel", ("plain",)),
-    Mutant("stage-overwritten-too-early", STORE, "if (panel > 0) __syncwarp();", "", ("panels",)),
+    Mutant("stage-overwritten-too-early", STORE, STAGE_READ, "", ("panels",)),
+    Mutant(
+        "stage-of-other-rows-overwritten-too-early",
+        *(STORE, STAGE_READ, "    if (panel > 0) __syncwarp();\n", ("two-ends",)),
+    ),
     Mutant("stage-read-too-early", STORE, "    }\n    __syncwarp();\n", "    }\n", ("plain",)),
 ]
