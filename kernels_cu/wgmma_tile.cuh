@@ -54,7 +54,7 @@ __device__ __forceinline__ Vector<u32, 2> load_four(const Element* matrix, i64 s
 // each other, in both factors: a product does not mind their order.
 template <bool kWhole, i32 n>
 __device__ __forceinline__ void multiply_q_k_again(float (&s)[n], const Params& p, const RowTile& of, i32 key, i32 lane) {
-  constexpr i32 kAtOnce = !kWhole ? 1 : kD > 128 ? 2 : 4;  // steps whose loads are under way together
+  constexpr i32 kAtOnce = kWhole ? 4 : 1;  // steps whose loads are under way together
   const Element* const q = p.q + of.batch * p.q_batch + of.head * p.q_head;
   const Element* const k = p.k + of.batch * p.k_batch + of.head / p.group * p.k_head;
 #pragma unroll
