@@ -28,53 +28,33 @@ __device__ __forceinline__ void issue_p_v(float (&o)[kORegisters], const u32 (&p
   wgmma_commit_group();
 }
 
-// Four elements of row `row` of a matrix, from `column` on, a multiple of 4; and zeros beyond it, as TMA fills them in. Without branches,
-// which would cost the main loop its uniform registers. Rows start at multiples of 16 bytes; kWhole: their lengths are multiples of 4.
-template <bool kWhole>
-__device__ __forceinline__ Vector<u32, 2> load_four(const Element* matrix, i64 stride, i32 row, i32 rows, i32 column, i32 columns) {
-  const Element* const x = matrix + min(row, rows - 1) * stride;
-  Vector<u32, 2> four;
-  if (kWhole) {
-    four = *reinterpret_cast<const Vector<u32, 2>*>(x + min(column, columns - 4));
-    if (row >= rows || column >= columns) four = {};
-  } else {
-    u32 bits[4];
-#pragma unroll
-    for (i32 i = 0; i < 4; ++i) {
-      bits[i] = reinterpret_cast<const unsigned short*>(x)[min(column + i, columns - 1)];
-      if (row >= rows || column + i >= columns) bits[i] = 0;
-    }
-    four = {bits[0] | bits[1] << 16, bits[2] | bits[3] << 16};
-  }
-  return four;
+// The elements `column` and `column` + 1 of row `row` of a matrix, and zeros beyond it, as TMA fills them in. Without branches, which would
+// cost the main loop its uniform registers.
+__device__ __forceinline__ u32 load_pair(const Element* matrix, i64 stride, i32 row, i32 rows, i32 column, i32 columns) {
+  const auto* const x = reinterpret_cast<const unsigned short*>(matrix + min(row, rows - 1) * stride);
+  const u32 pair = x[min(column, columns - 1)] | static_cast<u32>(x[min(column + 1, columns - 1)]) << 16;
+  return row >= rows || column >= columns ? 0 : column + 1 < columns ? pair : pair & 0xffff;
 }
 
-// S = Q K^T of the rows of a warp and 2 n keys from `key` on once more, by the warp itself with mma.sync, from device memory, since the
-// tiles in shared memory are others' by now. of.row0 and of.row0 + 8 are the lane's rows. Of each 16 columns a lane takes four that follow
-// each other, in both factors: a product does not mind their order.
-template <bool kWhole, i32 n>
-__device__ __forceinline__ void multiply_q_k_again(float (&s)[n], const Params& p, const RowTile& of, i32 key, i32 lane) {
-  constexpr i32 kAtOnce = kWhole ? 4 : 1;  // steps whose loads are under way together
+// S = Q K^T of the rows of a warp and 2 n keys from `key` on once more, by the warp itself with mma.sync, and slowly: from device memory,
+// since the tiles in shared memory are others' by now. of.row0 and of.row0 + 8 are the lane's rows.
+template <i32 n> __device__ __forceinline__ void multiply_q_k_again(float (&s)[n], const Params& p, const RowTile& of, i32 key, i32 lane) {
   const Element* const q = p.q + of.batch * p.q_batch + of.head * p.q_head;
   const Element* const k = p.k + of.batch * p.k_batch + of.head / p.group * p.k_head;
 #pragma unroll
   for (i32 i = 0; i < n; ++i) s[i] = 0;
-#pragma unroll kAtOnce
+#pragma unroll 1
   for (i32 step = 0; step < kD / kStep; ++step) {
-    const i32 column = kStep * step + 4 * (lane % 4);
-    Vector<u32, 2> a[2];
+    const i32 column = kStep * step + 2 * (lane % 4);
+    u32 a[4];
 #pragma unroll
-    for (i32 r = 0; r < 2; ++r) a[r] = load_four<kWhole>(q, p.q_row, of.row0 + 8 * r, p.n_q, column, p.d);
+    for (i32 i = 0; i < 4; ++i) a[i] = load_pair(q, p.q_row, of.row0 + 8 * (i % 2), p.n_q, column + kBlock * (i / 2), p.d);
 #pragma unroll
     for (i32 block = 0; block < n / 4; ++block) {
-      const Vector<u32, 2> b = load_four<kWhole>(k, p.k_row, key + kBlock * block + lane / 4, p.n_k, column, p.d);
-      mma_m16n8k16(*reinterpret_cast<float(*)[4]>(s + 4 * block), {a[0].x[0], a[1].x[0], a[0].x[1], a[1].x[1]}, b.x, Element{});
+      u32 b[2];
+#pragma unroll
+      for (i32 i = 0; i < 2; ++i) b[i] = load_pair(k, p.k_row, key + kBlock * block + lane / 4, p.n_k, column + kBlock * i, p.d);
+      mma_m16n8k16(*reinterpret_cast<float(*)[4]>(s + 4 * block), a, b, Element{});
     }
   }
-}
-template <i32 n> __device__ __forceinline__ void multiply_q_k_again(float (&s)[n], const Params& p, const RowTile& of, i32 key, i32 lane) {
-  if (kConsumers < 4 && p.d % 4 == 0)  // four warpgroups have no registers for it
-    multiply_q_k_again<true>(s, p, of, key, lane);
-  else
-    multiply_q_k_again<false>(s, p, of, key, lane);
 }
