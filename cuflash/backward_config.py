@@ -328,7 +328,11 @@ class BackwardWgmmaConfig:
         }
 
     def shared_bytes(self, spec: Spec) -> int:
-        """Dynamic shared memory of a block, as in wgmma_backward_shared.cuh, and what its alignment may cost."""
+        """Dynamic shared memory of a block, of whichever kernel takes most."""
+        return max(self.key_shared_bytes(spec), self.row_shared_bytes(spec))
+
+    def key_shared_bytes(self, spec: Spec) -> int:
+        """The same of a block that owns keys, as in wgmma_backward_shared.cuh, and what its alignment may cost."""
         qk, v = (-(-d // PANEL_COLUMNS) * PANEL_COLUMNS * ITEM_BYTES[spec.dtype] for d in (spec.d, spec.d_v))
         keys = self.b_c * (self.k_stages * qk + v)
         rows = self.row_stages * self.b_r * (qk + v + 2 * FLOAT_BYTES)
@@ -339,7 +343,7 @@ class BackwardWgmmaConfig:
         return keys + rows + handed_on + barriers + 4 * (3 * self.k_stages + 12) + SWIZZLE_BYTES
 
     def row_shared_bytes(self, spec: Spec) -> int:
-        """The same of a block of the kernel that makes dQ, as in wgmma_backward_rows.cuh; 0 where it only adds up."""
+        """The same of a block that owns rows, as in wgmma_backward_rows.cuh; 0 where it only adds up."""
         if not self.splits_products:
             return 0
         qk, v = (-(-d // PANEL_COLUMNS) * PANEL_COLUMNS * ITEM_BYTES[spec.dtype] for d in (spec.d, spec.d_v))
@@ -372,7 +376,7 @@ class BackwardWgmmaConfig:
             return f"k_stages must be 1 or 2, got {self.k_stages}"
         if self.dq_stages < 2:
             return f"dq_stages must be 2 or more, got {self.dq_stages}"
-        if (needed := max(self.shared_bytes(spec), self.row_shared_bytes(spec))) > device.shared_bytes:
+        if (needed := self.shared_bytes(spec)) > device.shared_bytes:
             return f"the tiles need {needed} bytes of shared memory, {device.name} has {device.shared_bytes} a block"
         available = self.constants()["kConsumerRegisters"]
         if (needed := self.registers(spec)) > available - 32:

@@ -337,7 +337,7 @@ def wgmma_part(problem: BackwardProblem, config: BackwardWgmmaConfig, device: De
     row_threads = config.tile_threads if config.splits_products else config.threads
     stages = (
         Stage("backward_wgmma_statistics", batch * forward.h_q * chunks, config.threads, 0),
-        Stage("backward_wgmma_keys", blocks, config.tile_threads, config.shared_bytes(spec)),
+        Stage("backward_wgmma_keys", blocks, config.tile_threads, config.key_shared_bytes(spec)),
         Stage("backward_wgmma_rows", row_blocks, row_threads, config.row_shared_bytes(spec)),
     )
     maps = []

@@ -31,9 +31,9 @@ INCUMBENTS = 8  # whose neighbours are considered
 STAGNATION = 25  # evaluations without a gain of GAIN, after which a search ends
 STAGNATION_SHARE = 0.15
 GAIN = 0.005
-TIE_BAND = 0.01
+TIE_BAND = 0.005
 FINALISTS = 8
-FINAL_ROUNDS, LEAST_FINAL_ROUNDS = 30, 9
+FINAL_ROUNDS, LEAST_FINAL_ROUNDS = 60, 9
 FINAL_SECONDS = 10.0  # of all rounds, if more than LEAST_FINAL_ROUNDS
 
 
