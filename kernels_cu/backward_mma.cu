@@ -197,6 +197,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) backward_mma_
       weigh<false>(s, shared.p(), shared.lse(step), score.of_head(now.head), see, first_row, first_key, warp, lane);
     else
       weigh<true>(s, shared.p(), shared.lse(step), score.of_head(now.head), see.of_head(now.head), first_row, first_key, warp, lane);
+    if constexpr (kOwnInRegisters) multiply_own(dv, s, shared.dout(step), warp.row, warp.v_columns, lane, Element{});
 
     ScoreFragments dp = {};
     if constexpr (kSpreadCopies) {
@@ -211,10 +212,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) backward_mma_
     else
       store_ds<true>(shared.ds(step), s, dp, shared.delta(step), unit, warp, lane);
 
-    if constexpr (kOwnInRegisters) {
-      multiply_own(dv, s, shared.dout(step), warp.row, warp.v_columns, lane, Element{});
-      multiply_own(dk, dp, shared.q(step), warp.row, warp.k_columns, lane, Element{});
-    }
+    if constexpr (kOwnInRegisters) multiply_own(dk, dp, shared.q(step), warp.row, warp.k_columns, lane, Element{});
     if (kWarpsAside > 1)
       bar_sync(1 + warp.index / kWarpsAside, 32 * kWarpsAside);  // P^T and dS^T of the warps that share keys are whole
     else
