@@ -67,7 +67,6 @@ CANDIDATES = {
     ("bfloat16", 64): (
         BackwardMmaConfig(64, 128, 8, 4),
         BackwardMmaConfig(128, 128, 8, 4),
-        BackwardMmaConfig(128, 128, 8, 4, spread_copies=True),
         BackwardMmaConfig(128, 128, 8, 8),
         BackwardMmaConfig(64, 128, 8, 8),
         BackwardMmaConfig(64, 64, 4, 4),
@@ -75,7 +74,6 @@ CANDIDATES = {
     ("bfloat16", 96): (BackwardMmaConfig(64, 128, 8, 4, swizzle=False), BackwardMmaConfig(64, 128, 8, 8)),
     ("bfloat16", 128): (
         BackwardMmaConfig(64, 128, 8, 4),
-        BackwardMmaConfig(64, 128, 8, 4, spread_copies=True),
         BackwardMmaConfig(64, 128, 8, 4, stages=1),
         BackwardMmaConfig(64, 128, 8, 4, vector_adds=False),
         BackwardMmaConfig(32, 128, 8, 4),
@@ -85,12 +83,11 @@ CANDIDATES = {
     ),
     ("bfloat16", 256): (
         BackwardMmaConfig(64, 64, 8, 2),
-        BackwardMmaConfig(64, 64, 8, 2, spread_copies=True),
         BackwardMmaConfig(64, 64, 8, 4),
         BackwardMmaConfig(32, 64, 8, 4),
         BackwardMmaConfig(64, 64, 8, 2, stages=1),
     ),
-    ("float16", 128): (BackwardMmaConfig(64, 128, 8, 4), BackwardMmaConfig(64, 128, 8, 4, spread_copies=True)),
+    ("float16", 128): (BackwardMmaConfig(64, 128, 8, 4),),
     ("float32", 128): (
         BackwardMmaConfig(64, 64, 8, 2, stages=1, mma_k=8),
         BackwardMmaConfig(64, 64, 8, 4, stages=1, mma_k=8),
@@ -106,11 +103,7 @@ def show(config: BackwardMmaConfig | BackwardSimtConfig | None) -> str:
     """A configuration in a few characters."""
     if not isinstance(config, BackwardMmaConfig):
         return "default" if config is None else f"simt {config.b_r}x{config.b_c}"
-    flags = "".join(
-        letter
-        for letter, is_on in (("S", config.swizzle), ("V", config.vector_adds), ("C", config.spread_copies))
-        if is_on
-    )
+    flags = "".join(letter for letter, is_on in (("S", config.swizzle), ("V", config.vector_adds)) if is_on)
     return f"{config.b_r}x{config.b_c} w{config.warps}/{config.key_warps} s{config.stages} b{config.min_blocks} {flags}"
 
 

@@ -140,8 +140,6 @@ class BackwardMmaConfig:
         Whether `cp.async` brings tiles; sm_75 does not have it.
     vector_adds : bool
         Whether four numbers at a time are added to dQ in device memory; sm_90 has that.
-    spread_copies : bool
-        Whether the next tiles of Q and dO are asked for between products, rather than before them.
     """
 
     b_r: int
@@ -154,13 +152,12 @@ class BackwardMmaConfig:
     mma_k: int = 16
     async_copy: bool = True
     vector_adds: bool = True
-    spread_copies: bool = False
 
     family: ClassVar[str] = "mma"
 
     def __post_init__(self) -> None:
         require_positive(self, "b_r", "b_c", "warps", "key_warps", "stages", "min_blocks", "mma_k")
-        require_bool(self, "swizzle", "async_copy", "vector_adds", "spread_copies")
+        require_bool(self, "swizzle", "async_copy", "vector_adds")
 
     @property
     def threads(self) -> int:
@@ -181,7 +178,6 @@ class BackwardMmaConfig:
             "kMmaK": self.mma_k,
             "kAsyncCopy": self.async_copy,
             "kVectorAdds": self.vector_adds,
-            "kSpreadCopies": self.spread_copies,
         }
 
     def row_bytes(self, columns: int, spec: Spec) -> int:
@@ -231,8 +227,6 @@ class BackwardMmaConfig:
             return f"b_c must be a multiple of 16 * key_warps = {16 * self.key_warps}, got {self.b_c}"
         if self.stages > 2:
             return f"stages must be 1 or 2, got {self.stages}"
-        if self.spread_copies and self.stages == 1:
-            return "spread_copies needs two stages, got 1"
         if reason := why_not_these_instructions(spec, device, self.mma_k, self.async_copy):
             return reason
         if self.vector_adds and device.compute_capability < HOPPER:

@@ -122,32 +122,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) backward_mma_
   const Element* const v = p.v + at.batch * p.v_batch + at.kv_head * p.v_head + first_key * p.v_row;
   copy_tile<kBc, kD>(shared.k(), [&](i32 row) { return k + row * p.k_row; }, see.key_length - first_key, p.d);
   copy_tile<kBc, kDv>(shared.v(), [&](i32 row) { return v + row * p.v_row; }, see.key_length - first_key, p.d_v);
-  const auto load_statistics = [&](i32 step, Visit to) {
-    const i64 statistics = static_cast<i64>(at.batch * p.heads + first_head + to.head) * p.statistics_rows + to.tile * kBr;
-    copy_statistics(shared.lse(step), p.row_lse + statistics);
-    copy_statistics(shared.delta(step), p.row_delta + statistics);
-  };
   const auto load_rows = [&](i32 step, Visit to) {
     const i32 head = first_head + to.head, first_row = to.tile * kBr;
     const Element* const q = p.q + at.batch * p.q_batch + head * p.q_head + first_row * p.q_row;
     const Element* const dout = p.dout + at.batch * p.dout_batch + head * p.dout_head + first_row * p.dout_row;
     copy_tile<kBr, kD>(shared.q(step), [&](i32 row) { return q + row * p.q_row; }, see.query_length - first_row, p.d);
     copy_tile<kBr, kDv>(shared.dout(step), [&](i32 row) { return dout + row * p.dout_row; }, see.query_length - first_row, p.d_v);
-    load_statistics(step, to);
-  };
-  // The same in parts, beside the products of another step: of step `step`, whose visit is `next`
-  Visit next = {};
-  const auto load_some_q = [&](i32 step, i32 part) {
-    if (step >= steps) return;
-    const Element* const q = p.q + at.batch * p.q_batch + (first_head + next.head) * p.q_head + next.tile * kBr * p.q_row;
-    const auto row_at = [&](i32 row) { return q + row * p.q_row; };
-    copy_part<kRowSteps<kD>, kBr, kD>(shared.q(step), part, row_at, see.query_length - next.tile * kBr, p.d);
-  };
-  const auto load_some_dout = [&](i32 step, i32 part) {
-    if (step >= steps) return;
-    const Element* const dout = p.dout + at.batch * p.dout_batch + (first_head + next.head) * p.dout_head + next.tile * kBr * p.dout_row;
-    const auto row_at = [&](i32 row) { return dout + row * p.dout_row; };
-    copy_part<kRowSteps<kDv>, kBr, kDv>(shared.dout(step), part, row_at, see.query_length - next.tile * kBr, p.d_v);
+    const i64 statistics = static_cast<i64>(at.batch * p.heads + head) * p.statistics_rows + first_row;
+    copy_statistics(shared.lse(step), p.row_lse + statistics);
+    copy_statistics(shared.delta(step), p.row_delta + statistics);
   };
   float unit = 1;
   const auto add_dq = [&](i32 step, Visit of) {  // of a step whose dS^T is in shared memory
@@ -183,38 +166,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) backward_mma_
     if (step > 0 && (is_early || step == steps)) add_dq(step - 1, now.before(p.group));
     if (step == steps) break;
 
-    if (kStages == 2 && !kSpreadCopies && step + 1 < steps) load_rows(step + 1, now.after(p.group));
+    if (kStages == 2 && step + 1 < steps) load_rows(step + 1, now.after(p.group));
     commit_copies();
     const i32 first_row = now.tile * kBr;
     const bool whole = rows.whole(now.tile);
-    if (kSpreadCopies) next = now.after(p.group);
     ScoreFragments s = {};
-    if constexpr (kSpreadCopies)
-      multiply_rows<kD>(s, shared.k(), warp.key, shared.q(step), warp.row, lane, [&](i32 part) { load_some_q(step + 1, part); }, Element{});
-    else
-      multiply_rows<kD>(s, shared.k(), warp.key, shared.q(step), warp.row, lane, [](i32) {}, Element{});
+    multiply_rows<kD>(s, shared.k(), warp.key, shared.q(step), warp.row, lane, Element{});
     if (whole)
       weigh<false>(s, shared.p(), shared.lse(step), score.of_head(now.head), see, first_row, first_key, warp, lane);
     else
       weigh<true>(s, shared.p(), shared.lse(step), score.of_head(now.head), see.of_head(now.head), first_row, first_key, warp, lane);
+    if constexpr (kOwnInRegisters) multiply_own(dv, s, shared.dout(step), warp.row, warp.v_columns, lane, Element{});
 
     ScoreFragments dp = {};
-    if constexpr (kSpreadCopies) {
-      multiply_rows<kDv>(dp, shared.v(), warp.key, shared.dout(step), warp.row, lane, [&](i32 part) { load_some_dout(step + 1, part); }, Element{});
-      if (step + 1 < steps) load_statistics(step + 1, next);
-      commit_copies();
-    } else {
-      multiply_rows<kDv>(dp, shared.v(), warp.key, shared.dout(step), warp.row, lane, [](i32) {}, Element{});
-    }
+    multiply_rows<kDv>(dp, shared.v(), warp.key, shared.dout(step), warp.row, lane, Element{});
     if (whole)
       store_ds<false>(shared.ds(step), s, dp, shared.delta(step), unit, warp, lane);
     else
       store_ds<true>(shared.ds(step), s, dp, shared.delta(step), unit, warp, lane);
 
-    if constexpr (kOwnInRegisters) {
-      multiply_own(dv, s, shared.dout(step), warp.row, warp.v_columns, lane, Element{});
-      multiply_own(dk, dp, shared.q(step), warp.row, warp.k_columns, lane, Element{});
-    }
+    if constexpr (kOwnInRegisters) multiply_own(dk, dp, shared.q(step), warp.row, warp.k_columns, lane, Element{});
     if (kWarpsAside > 1)
       bar_sync(1 + warp.index / kWarpsAside, 32 * kWarpsAside);  // P^T and dS^T of the warps that share keys are whole
     else

@@ -32,7 +32,6 @@ static_assert(kThreads == 32 * kWarps && kWarps % kKeyWarps == 0, "groups of war
 static_assert(kKeys % kRowBlock == 0 && kRows % kPair == 0, "warps own whole fragments of S^T");
 static_assert(kBr % kDqRows == 0 && kWarps % kDqRowWarps == 0, "warps share the rows of dQ");
 static_assert(kStages == 1 || kStages == 2, "Q and dO are copied one tile ahead at most");
-static_assert(kStages == 2 || !kSpreadCopies, "what is copied beside products has a place of its own");
 
 using KColumns = Share<kD, kWarpsAside>;
 using VColumns = Share<kDv, kWarpsAside>;
@@ -40,8 +39,9 @@ using DqColumns = Share<kD, kDqWarpsAside>;
 using ScoreFragments = float[kKeyBlocks][kRowPieces][4];
 using DqFragments = float[kDqRowBlocks][DqColumns::kBlocks][4];
 
-constexpr i32 kMostOwnSums = 16;  // blocks of dK and dV beside which there is room
-// P^T and dS^T of the warp's own rows are operands from registers, where dK and dV leave room. With a softcap, P^T is no longer there.
+constexpr i32 kMostOwnSums = 16;  // blocks of dK and dV up to which that was timed to be faster
+// P^T and dS^T of the warp's own rows are operands from registers, P^T before there is dP^T: no more is live than S^T, dP^T, dK and dV. With a
+// softcap, P^T is no longer there.
 constexpr bool kOwnInRegisters = sizeof(Element) == 2 && !kSoftcap && kKeyBlocks * (KColumns::kBlocks + VColumns::kBlocks) <= kMostOwnSums;
 
 struct Warp {
@@ -55,14 +55,12 @@ struct Warp {
 };
 
 // ---- products ----
-template <i32 kDepth> constexpr i32 kRowSteps = TileLayout<kDepth>::kChunks / kStepChunks;
-
-// x += A B^T: rows of A from `a_row` on by rows of B from `b_row` on, each of kDepth numbers. meanwhile(step) is done beside each step.
-template <i32 kDepth, i32 kRowBlocks, i32 kColumnBlocks, class Meanwhile, class T>
+// x += A B^T: rows of A from `a_row` on by rows of B from `b_row` on, each of kDepth numbers.
+template <i32 kDepth, i32 kRowBlocks, i32 kColumnBlocks, class T>
 __device__ __forceinline__ void multiply_rows(float (&x)[kRowBlocks][kColumnBlocks][4], const u8* a_tile, i32 a_row, const u8* b_tile,
-                                              i32 b_row, Lane lane, Meanwhile meanwhile, T) {
+                                              i32 b_row, Lane lane, T) {
   using Tile = TileLayout<kDepth>;
-  constexpr i32 kSteps = kRowSteps<kDepth>, kUnrolled = kSpreadCopies || kSteps > 8 ? 2 : (kSteps + 1) / 2;  // more would take registers
+  constexpr i32 kSteps = Tile::kChunks / kStepChunks, kUnrolled = kSteps > 8 ? 2 : (kSteps + 1) / 2;  // more would take registers
   const u32 a_address = piece_by_rows<kDepth>(a_tile, a_row, lane), b_address = piece_by_chunks<kDepth>(b_tile, b_row, lane);
 #pragma unroll kUnrolled
   for (i32 chunk = 0; chunk < Tile::kChunks; chunk += kStepChunks) {
@@ -79,7 +77,6 @@ __device__ __forceinline__ void multiply_rows(float (&x)[kRowBlocks][kColumnBloc
         multiply_block(x[i][j + 1], a[i], b[2], b[3], T{});
       }
     }
-    meanwhile(chunk / kStepChunks);
   }
 }
 

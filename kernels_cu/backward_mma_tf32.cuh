@@ -52,9 +52,9 @@ template <class Operand> __device__ __forceinline__ void take(Operand& operand, 
   operand.small[e] = __float_as_uint(__fsub_rn(x, upper));
 }
 
-template <i32 kDepth, i32 kRowBlocks, i32 kColumnBlocks, class Meanwhile>
+template <i32 kDepth, i32 kRowBlocks, i32 kColumnBlocks>
 __device__ __forceinline__ void multiply_rows(float (&x)[kRowBlocks][kColumnBlocks][4], const u8* a_tile, i32 a_row, const u8* b_tile,
-                                              i32 b_row, Lane lane, Meanwhile meanwhile, float) {
+                                              i32 b_row, Lane lane, float) {
   using Tile = TileLayout<kDepth>;
   constexpr i32 kTogether = kColumnBlocks % 4 == 0 ? 4 : 2;  // blocks of B
   const u32 a_address = piece_by_rows<kDepth>(a_tile, a_row, lane), b_address = piece_by_chunks<kDepth>(b_tile, b_row, lane);
@@ -80,7 +80,6 @@ __device__ __forceinline__ void multiply_rows(float (&x)[kRowBlocks][kColumnBloc
       }
       multiply_step(x, j, a, b);
     }
-    meanwhile(chunk / kStepChunks);
   }
 }
 

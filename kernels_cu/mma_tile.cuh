@@ -71,24 +71,6 @@ __device__ __forceinline__ void copy_tile(u8* tile, RowAt row_at, i32 rows_live,
   }
 }
 
-// Part `part` of kParts of what copy_tile does
-template <i32 kParts, i32 kRows, i32 kColumns, class RowAt>
-__device__ __forceinline__ void copy_part(u8* tile, i32 part, RowAt row_at, i32 rows_live, i32 columns_live) {
-  using Layout = TileLayout<kColumns>;
-  using Share = CopyShare<kColumns>;
-  constexpr i32 kAcross = (Layout::kChunks + Share::kLanes - 1) / Share::kLanes;
-  constexpr i32 kPasses = (kRows + Share::kRowsPerPass - 1) / Share::kRowsPerPass * kAcross, kOfPart = (kPasses + kParts - 1) / kParts;
-  const Share own = {};
-#pragma unroll
-  for (i32 i = 0; i < kOfPart; ++i) {
-    const i32 pass = part * kOfPart + i;
-    const i32 row = pass / kAcross * Share::kRowsPerPass + own.row, chunk = pass % kAcross * Share::kLanes + own.chunk;
-    if (pass >= kPasses || row >= kRows || chunk >= Layout::kChunks) return;
-    const i32 column = chunk * kChunkElements;
-    copy_chunk(tile + Layout::offset(row, chunk), row_at(row) + column, row < rows_live ? columns_live - column : 0);
-  }
-}
-
 __device__ __forceinline__ void commit_copies() {
   if constexpr (kAsyncCopy) cp_async_commit_group();
 }

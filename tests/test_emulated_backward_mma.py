@@ -28,7 +28,7 @@ SMALL = BackwardMmaConfig(b_r=32, b_c=32, warps=2, key_warps=1)
 CONFIGS = (
     SMALL,
     BackwardMmaConfig(b_r=64, b_c=32, warps=4, key_warps=2, stages=1, swizzle=False, vector_adds=False),
-    BackwardMmaConfig(b_r=32, b_c=64, warps=4, key_warps=4, spread_copies=True),
+    BackwardMmaConfig(b_r=32, b_c=64, warps=4, key_warps=4),
     BackwardMmaConfig(b_r=64, b_c=32, warps=4, key_warps=1, swizzle=False),
 )
 FLOAT = replace(SMALL, mma_k=8)
@@ -104,16 +104,6 @@ def test_mma_gradients_are_right_for_a_random_problem(seed):
 )
 def test_mma_gradients_are_right_with_every_configuration(config):
     check(replace(BY_ID["d-59-to-111"], dtype="float16"), config)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_copies_beside_products_give_the_same_bits(dtype):
-    case = replace(BY_ID["d-59-to-111"], dtype=dtype)
-    call, config = make_call(case), FLOAT if dtype == "float32" else SMALL
-    expected = gradients(call, case.options, config)
-    for schedule in SCHEDULES if dtype == "float16" else SCHEDULES[:1]:
-        spread = gradients(call, case.options, replace(config, spread_copies=True), schedule)
-        assert all(map(np.array_equal, spread, expected))
 
 
 @pytest.mark.parametrize("id", ["everything", "window-n-30x130"])

@@ -66,7 +66,6 @@ AXES: Mapping[str, Axes] = {
         "stages": (1, 2),
         "swizzle": (False, True),
         "min_blocks": (1, 2),
-        "spread_copies": (False, True),
     },
     "backward_wgmma": {
         "b_r": (64, 128),

@@ -1,0 +1,78 @@
+"""What the kernels of the backward pass are launched with: without a GPU."""
+
+import pytest
+
+from cuflash import backward_plan
+from cuflash.backward_launch import make_parts
+from cuflash.backward_problem import read_backward_problem
+from cuflash.device import KNOWN_DEVICES, known_device
+from cuflash.problem import DTYPES, Operand, contiguous_strides
+from cuflash.tuning import Workload
+from cuflash.tuning.space import Space
+
+DEFAULTS = {
+    "simt": (lambda spec, device: None, backward_plan.backward_simt_default),
+    "mma": (backward_plan.why_not_backward_mma_by_default, backward_plan.backward_mma_default),
+    "wgmma": (backward_plan.why_not_backward_wgmma_by_default, backward_plan.backward_wgmma_default),
+}
+HEAD_DIMS = [(d, d) for d in range(16, 257, 16)] + [(192, 128), (64, 256), (256, 16)]
+FEATURES = (
+    {},
+    {"causal": "bottom-right"},
+    {"window": (100, 20), "softcap": True},
+    {"mask": True, "bias": "float32", "q_lengths": True, "kv_lengths": True},
+)
+
+
+def problem_of(dtype, head_dim, **features):
+    """A call that asks for every gradient."""
+    workload = Workload(dtype, 2, (4, 2), (300, 500), head_dim, **features, backward=True)
+    shapes, dtypes = workload.shapes(), workload.dtypes()
+    given = {name: Operand(name, shape, contiguous_strides(shape), dtypes[name]) for name, shape in shapes.items()}
+    given["out"] = given["dout"]._replace(name="out")
+    rows = shapes["dout"][:-1]
+    given["lse"] = Operand("lse", rows, contiguous_strides(rows), "float32")
+    return read_backward_problem(**given, **workload.options(), return_dbias="bias" in given)
+
+
+def expect_shared_memory_for_all(problem, config, device):
+    """A module's kernels may take what its configuration says (compiler.py), and one of them takes just that."""
+    for part in make_parts(problem, config, device):
+        most = max(stage.shared_bytes for stage in part.stages)
+        only_statistics = all(stage.entry.endswith("_statistics") for stage in part.stages)
+        allowed = part.variant.config.shared_bytes(part.variant.spec)
+        assert most == (0 if only_statistics else allowed), f"{part.variant}: {part.stages}"
+        assert most <= device.shared_bytes
+
+
+@pytest.mark.parametrize("architecture", KNOWN_DEVICES)
+@pytest.mark.parametrize("family", DEFAULTS)
+def test_kernels_of_default_tiles_ask_for_the_shared_memory_that_they_may_have(family, architecture):
+    device, (why_not, default) = known_device(architecture), DEFAULTS[family]
+    for dtype in DTYPES:
+        for head_dim in HEAD_DIMS:
+            for features in FEATURES:
+                problem = problem_of(dtype, head_dim, **features)
+                if why_not(problem.spec, device) is None:
+                    expect_shared_memory_for_all(problem, default(problem.spec, device), device)
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=lambda features: "-".join(features) or "plain")
+@pytest.mark.parametrize("head_dim", [(32, 32), (64, 64), (80, 80), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_kernels_of_whatever_is_tuned_ask_for_the_shared_memory_that_they_may_have(head_dim, features):
+    device = known_device("sm_90")
+    problem = problem_of("bfloat16", head_dim, **features)
+    for family, (why_not, _) in DEFAULTS.items():
+        if why_not(problem.spec, device) is None:
+            space = Space.legal(problem, device, family)
+            for point in space.points:
+                expect_shared_memory_for_all(problem, space.config(point), device)
+
+
+def test_either_of_the_hopper_kernels_may_take_most():
+    takes_most = set()
+    for d in (64, 256):
+        spec = problem_of("bfloat16", (d, d)).spec
+        tiles = backward_plan.backward_wgmma_default(spec, known_device("sm_90"))
+        takes_most.add("rows" if tiles.row_shared_bytes(spec) > tiles.key_shared_bytes(spec) else "keys")
+    assert takes_most == {"keys", "rows"}
