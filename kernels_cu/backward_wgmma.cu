@@ -249,64 +249,56 @@ __device__ __forceinline__ void multiply_ds_k(const BackwardWgmmaParams& a, cons
 constexpr i32 kFinishedColumns = 16;  // in registers
 constexpr i32 kPartsOfRows = kBr / kFinishedRows;
 
-// A ticket is a tile of rows; they are drawn in about the order in which sums become complete. Nothing waits for these warps, so they may
-// wait for any tile of keys.
+// Tickets are drawn in about the order in which sums become complete. Nothing waits for these warps, so they may wait for any tile of keys.
 __device__ __forceinline__ void finish_dq(const BackwardWgmmaParams& a, const Shared& shared, i32 number) {
   using Sums = Vector<float, 4>;
   const Params& p = a.p;
   const i32 lane = threadIdx.x % 32;
   const u32 full = shared.full_sums(number), sums = shared.sums(number);
-  u32 parts = 0;
+  u32 parts = 0, ticket = 0;
+  if (lane == 0) ticket = atomicInc(a.next_ticket + 1, ~0u);
 #pragma unroll 1
   for (;;) {
-    u32 drawn = 0;
-    if (lane == 0) drawn = atomicInc(a.next_ticket + 1, ~0u);
-    drawn = __shfl_sync(0xffffffff, drawn, 0);
-    if (drawn >= static_cast<u32>(a.tickets / p.key_tiles * (p.group * p.row_tiles))) return;
-    const Place place = place_of(a, static_cast<i32>(drawn), p.group * p.row_tiles);
+    const i32 ranks = p.group * p.row_tiles * kPartsOfRows;  // of a head of k and v
+    const u32 drawn = __shfl_sync(0xffffffff, ticket, 0);
+    if (drawn >= static_cast<u32>(a.tickets / p.key_tiles * ranks)) return;
+    if (lane == 0) ticket = atomicInc(a.next_ticket + 1, ~0u);  // the next one, meanwhile
+    const Place place = place_of(a, static_cast<i32>(drawn), ranks);
     if (kTurnsAround && place.kv_head >= p.heads / p.group) continue;  // void
-    const i32 in_group = place.rank / p.row_tiles, nth = place.rank - in_group * p.row_tiles;
-    const i32 row_tile = goes_down(place) ? p.row_tiles - 1 - nth : nth, head = place.kv_head * p.group + in_group;
+    const i32 in_group = place.rank / (p.row_tiles * kPartsOfRows), in_head = place.rank - in_group * (p.row_tiles * kPartsOfRows);
+    const i32 part = in_head % kPartsOfRows, nth = in_head / kPartsOfRows, row_tile = goes_down(place) ? p.row_tiles - 1 - nth : nth;
+    const i32 head = place.kv_head * p.group + in_group, row = row_tile * kBr + part * kFinishedRows + lane / 4;
     const Adders all = adders(visibility(p, place.batch, 0), row_tile);
-    const i64 index = row_tile_index(p, place.batch, head, row_tile);
-    const float* from = all.first < all.end ? a.dq_sums + index * (kDqPieces * kDqPieceFloats) : nullptr;
-    if (from != nullptr && lane == 0) {
-      ld_acquire_until<kNanoseconds>(a.turns + index, all.end - all.first);
-      fence_proxy_async_global();
-    }
-    i32 row = row_tile * kBr + lane / 4;
-    Element* to = p.dq + place.batch * p.dq_batch + head * p.dq_head + row * p.dq_row;
+    const bool any = all.first < all.end;
+    if (any) {
+      if (lane == 0) {
+        const i64 index = row_tile_index(p, place.batch, head, row_tile);
+        const float* const from = a.dq_sums + (index * kDqPieces + part / kWarps * kDqPanels) * kDqPieceFloats + part % kWarps * (kDqPieceFloats / kWarps);
+        ld_acquire_until<kNanoseconds>(a.turns + index, all.end - all.first);
+        fence_proxy_async_global();
+        mbarrier_arrive_expect_tx(full, Shared::kSumsBytes);
 #pragma unroll 1
-    for (i32 part = 0; part < kPartsOfRows; ++part) {
-      if (from != nullptr) {
-        if (lane == 0) {
-          mbarrier_arrive_expect_tx(full, Shared::kSumsBytes);
-          const float* const of_part = from + part / kWarps * (kDqPanels * kDqPieceFloats) + part % kWarps * (kDqPieceFloats / kWarps);
-#pragma unroll
-          for (i32 panel = 0; panel < kDqPanels; ++panel)
-            bulk_load(sums + panel * kFinishedBytes, of_part + panel * kDqPieceFloats, kFinishedBytes, full);
-        }
-        mbarrier_wait(full, parity_of<1>(parts));
-        ++parts;
+        for (i32 panel = 0; panel < kDqPanels; ++panel)
+          bulk_load(sums + panel * kFinishedBytes, from + panel * kDqPieceFloats, kFinishedBytes, full);
       }
-#pragma unroll 1
-      for (i32 column = 0; column < p.d; column += kFinishedColumns) {
-        const Sums* const own =
-            &shared.at<Sums>(sums + column / kPanelColumns * kFinishedBytes) + column % kPanelColumns / kBlock * 32 + lane;
-        float dq[kFinishedColumns / 2];
-#pragma unroll
-        for (i32 b = 0; b < kFinishedColumns / kBlock; ++b) {
-          Sums x = {};
-          if (from != nullptr) x = own[32 * b];
-#pragma unroll
-          for (i32 e = 0; e < 4; ++e) dq[4 * b + e] = x.x[e] * static_cast<float>(p.gradient_scale);
-        }
-        store_accumulator<kFinishedColumns>(to + column, p.dq_row, p.n_q - row, p.d - column, dq, lane, [](i32, float x) { return x; });
-      }
-      __syncwarp();  // all lanes have read the sums
-      row += kFinishedRows;
-      to += kFinishedRows * p.dq_row;
+      mbarrier_wait(full, parity_of<1>(parts));
+      ++parts;
     }
+    Element* const to = p.dq + place.batch * p.dq_batch + head * p.dq_head + row * p.dq_row;
+#pragma unroll 1
+    for (i32 column = 0; column < p.d; column += kFinishedColumns) {
+      const Sums* const own = &shared.at<Sums>(sums) + column / kPanelColumns * (kFinishedBytes / sizeof(Sums)) + column % kPanelColumns / kBlock * 32 + lane;
+      float dq[kFinishedColumns / 2];
+#pragma unroll
+      for (i32 b = 0; b < kFinishedColumns / kBlock; ++b) {
+        Sums x = {};
+        if (any) x = own[32 * b];
+#pragma unroll
+        for (i32 e = 0; e < 4; ++e) dq[4 * b + e] = x.x[e] * static_cast<float>(p.gradient_scale);
+      }
+      store_accumulator<kFinishedColumns>(to + column, p.dq_row, p.n_q - row, p.d - column, dq, lane, [](i32, float x) { return x; });
+    }
+    __syncwarp();  // all lanes have read the sums
   }
 }
 

@@ -160,17 +160,17 @@ MUTANTS = [
         "ld_acquire(a.turns + index)",
         ("plain",),
     ),
-    Mutant("sums-read-before-they-came", KERNEL, "        mbarrier_wait(full, parity_of<1>(parts));\n", "", ("plain",)),
+    Mutant("sums-read-before-they-came", KERNEL, "      mbarrier_wait(full, parity_of<1>(parts));\n", "", ("plain",)),
     Mutant(
         "sums-overwritten",
-        *(KERNEL, "      __syncwarp();  // all lanes have read the sums\n", "", ("plain", "causal", "groups")),
+        *(KERNEL, "    __syncwarp();  // all lanes have read the sums\n", "", ("plain", "causal", "groups")),
     ),
-    Mutant("sums-of-another-piece", KERNEL, "part / kWarps * (kDqPanels", "0 * (kDqPanels", ("wide",)),
+    Mutant("rows-of-another-part", KERNEL, "in_head % kPartsOfRows, nth", "in_head % kWarps, nth", ("wide",)),
     Mutant(
         "void-rows-finished",
         *(KERNEL, "if (kTurnsAround && place.kv_head >= p.heads / p.group) continue;  // void\n", "", ("causal",)),
     ),
-    Mutant("dq-nobody-adds-to", KERNEL, "if (from != nullptr) x = own[32 * b];", "x = own[32 * b];", ("no-keys",)),
+    Mutant("dq-nobody-adds-to", KERNEL, "if (any) x = own[32 * b];", "x = own[32 * b];", ("no-keys",)),
     # ---- which tiles, rows, keys and heads ----
     Mutant("head-of-the-group", ORDER, "tile.kv_head * p.group + in_group", "tile.kv_head * p.group", ("groups",)),
     Mutant(
