@@ -32,7 +32,6 @@ STATISTICS_ROWS = 128  # of a head, or a multiple: what its row statistics fill 
 # Registers of a thread that copies, that multiplies dS and K, and of a consumer: all that a launch of 512 threads gives
 BACKWARD_WGMMA_REGISTERS = (32, 64, 208)
 SPLIT_REGISTERS = (24, 0, 240)  # the same of 384 threads, of which none multiply dS and K
-FINISHING_WARPS = 2  # that make dQ of its sums, a quarter of the rows of a piece at a time
 MOST_COLUMNS = 128  # of dK and dV in one instruction
 
 
@@ -333,12 +332,8 @@ class BackwardWgmmaConfig:
         rows = self.row_stages * self.b_r * (qk + v + 2 * FLOAT_BYTES)
         ds = self.row_stages * self.b_r * self.b_c * ITEM_BYTES[spec.dtype]
         pieces = self.dq_stages * self.piece_floats(spec) * FLOAT_BYTES
-        panels = self.pieces(spec) * WARPGROUP_ROWS // self.b_r
-        sums = FINISHING_WARPS * panels * self.piece_floats(spec) // 4 * FLOAT_BYTES
-        handed_on = self.b_r * self.b_c * FLOAT_BYTES if self.splits_products else ds + pieces + sums
-        barriers = 8 * (
-            3 * self.k_stages + 2 + 6 * self.row_stages + 2 * self.dq_stages + 2 + self.row_stages + FINISHING_WARPS
-        )
+        handed_on = self.b_r * self.b_c * FLOAT_BYTES if self.splits_products else ds + pieces
+        barriers = 8 * (3 * self.k_stages + 2 + 6 * self.row_stages + 2 * self.dq_stages + 2 + self.row_stages)
         return keys + rows + handed_on + barriers + 4 * (3 * self.k_stages + 12) + SWIZZLE_BYTES
 
     def row_shared_bytes(self, spec: Spec) -> int:

@@ -51,8 +51,7 @@ constexpr i32 kNoTicket = -1;
 
 // ---- constants ----
 constexpr u64 kReadOnce = 0x12f0000000000000, kReadOften = 0x14f0000000000000;  // L2 policies: evict first, evict last
-constexpr i32 kFinishingWarp = 1, kStoringWarp = 3;  // of the first warpgroup; the first that finishes dQ, and the one that adds
-constexpr u32 kNanoseconds = 200;                    // between two looks at what is not urgent
+constexpr i32 kFinishingWarp = 1, kStoringWarp = 3;   // of the first warpgroup; two finish
 constexpr u32 kWarps = 4, kConsumerWarps = kWarps * kConsumers;  // of a warpgroup, and of the consumers
 // Arrivals at "empty" of Q, and of dO: of who reads the statistics beside it every thread where products are shared out, else of every warp one
 constexpr u32 kRowReaders = kSplit ? kWarpgroup + kWarps : kConsumerWarps;
@@ -245,60 +244,49 @@ __device__ __forceinline__ void multiply_ds_k(const BackwardWgmmaParams& a, cons
   }
 }
 
-// ---- the warps that make dQ of its sums, 16 rows at a time ----
-constexpr i32 kFinishedColumns = 16;  // in registers
+// ---- the warps that make dQ of its sums ----
+constexpr i32 kFinishedRows = kWarpgroupRows / kWarps;  // at a time: what is a warp's of a piece
+constexpr i32 kFinishedColumns = kDqColumns % 32 == 0 ? 32 : 16;
 constexpr i32 kPartsOfRows = kBr / kFinishedRows;
 
 // Tickets are drawn in about the order in which sums become complete. Nothing waits for these warps, so they may wait for any tile of keys.
-__device__ __forceinline__ void finish_dq(const BackwardWgmmaParams& a, const Shared& shared, i32 number) {
+__device__ __forceinline__ void finish_dq(const BackwardWgmmaParams& a) {
   using Sums = Vector<float, 4>;
+  constexpr i32 kPieceSums = kDqPieceFloats / 4, kBlockSums = 32;  // a warp's of kBlock columns
   const Params& p = a.p;
-  const i32 lane = threadIdx.x % 32;
-  const u32 full = shared.full_sums(number), sums = shared.sums(number);
-  u32 parts = 0, ticket = 0;
-  if (lane == 0) ticket = atomicInc(a.next_ticket + 1, ~0u);
 #pragma unroll 1
   for (;;) {
     const i32 ranks = p.group * p.row_tiles * kPartsOfRows;  // of a head of k and v
-    const u32 drawn = __shfl_sync(0xffffffff, ticket, 0);
-    if (drawn >= static_cast<u32>(a.tickets / p.key_tiles * ranks)) return;
-    if (lane == 0) ticket = atomicInc(a.next_ticket + 1, ~0u);  // the next one, meanwhile
-    const Place place = place_of(a, static_cast<i32>(drawn), ranks);
+    u32 ticket = 0;
+    if (threadIdx.x % 32 == 0) ticket = atomicInc(a.next_ticket + 1, ~0u);
+    ticket = __shfl_sync(0xffffffff, ticket, 0);
+    if (ticket >= static_cast<u32>(a.tickets / p.key_tiles * ranks)) return;
+    const Place place = place_of(a, static_cast<i32>(ticket), ranks);
     if (kTurnsAround && place.kv_head >= p.heads / p.group) continue;  // void
     const i32 in_group = place.rank / (p.row_tiles * kPartsOfRows), in_head = place.rank - in_group * (p.row_tiles * kPartsOfRows);
     const i32 part = in_head % kPartsOfRows, nth = in_head / kPartsOfRows, row_tile = goes_down(place) ? p.row_tiles - 1 - nth : nth;
-    const i32 head = place.kv_head * p.group + in_group, row = row_tile * kBr + part * kFinishedRows + lane / 4;
+    const i32 head = place.kv_head * p.group + in_group, row = row_tile * kBr + part * kFinishedRows + threadIdx.x % 32 / 4;
+    const i64 index = row_tile_index(p, place.batch, head, row_tile);
     const Adders all = adders(visibility(p, place.batch, 0), row_tile);
-    const bool any = all.first < all.end;
-    if (any) {
-      if (lane == 0) {
-        const i64 index = row_tile_index(p, place.batch, head, row_tile);
-        const float* const from = a.dq_sums + (index * kDqPieces + part / kWarps * kDqPanels) * kDqPieceFloats + part % kWarps * (kDqPieceFloats / kWarps);
-        ld_acquire_until<kNanoseconds>(a.turns + index, all.end - all.first);
-        fence_proxy_async_global();
-        mbarrier_arrive_expect_tx(full, Shared::kSumsBytes);
-#pragma unroll 1
-        for (i32 panel = 0; panel < kDqPanels; ++panel)
-          bulk_load(sums + panel * kFinishedBytes, from + panel * kDqPieceFloats, kFinishedBytes, full);
-      }
-      mbarrier_wait(full, parity_of<1>(parts));
-      ++parts;
-    }
-    Element* const to = p.dq + place.batch * p.dq_batch + head * p.dq_head + row * p.dq_row;
+    if (all.first < all.end && threadIdx.x % 32 == 0) ld_acquire_until(a.turns + index, all.end - all.first);
+    __syncwarp();
+
+    const Sums* sums = reinterpret_cast<const Sums*>(a.dq_sums) + (index * kDqPieces + part / kWarps * kDqPanels) * kPieceSums +
+                       part % kWarps * (kPieceSums / kWarps) + threadIdx.x % 32;
+    if (all.first >= all.end) sums = nullptr;
+    Element* to = p.dq + place.batch * p.dq_batch + head * p.dq_head + row * p.dq_row;
 #pragma unroll 1
     for (i32 column = 0; column < p.d; column += kFinishedColumns) {
-      const Sums* const own = &shared.at<Sums>(sums) + column / kPanelColumns * (kFinishedBytes / sizeof(Sums)) + column % kPanelColumns / kBlock * 32 + lane;
       float dq[kFinishedColumns / 2];
 #pragma unroll
       for (i32 b = 0; b < kFinishedColumns / kBlock; ++b) {
         Sums x = {};
-        if (any) x = own[32 * b];
+        if (sums != nullptr) x = sums[column / kPanelColumns * kPieceSums + (column % kPanelColumns / kBlock + b) * kBlockSums];
 #pragma unroll
         for (i32 e = 0; e < 4; ++e) dq[4 * b + e] = x.x[e] * static_cast<float>(p.gradient_scale);
       }
-      store_accumulator<kFinishedColumns>(to + column, p.dq_row, p.n_q - row, p.d - column, dq, lane, [](i32, float x) { return x; });
+      store_accumulator<kFinishedColumns>(to + column, p.dq_row, p.n_q - row, p.d - column, dq, threadIdx.x % 32, [](i32, float x) { return x; });
     }
-    __syncwarp();  // all lanes have read the sums
   }
 }
 
@@ -486,7 +474,6 @@ extern "C" __global__ void __launch_bounds__(kTileThreads, 1) backward_wgmma_key
       mbarrier_init(shared.full_dq(slot), kWarps);
       mbarrier_init(shared.empty_dq(slot), 1);
     }
-    for (i32 w = 0; w < kFinishingWarps; ++w) mbarrier_init(shared.full_sums(w), 1);
     fence_mbarrier_init();
   }
   __syncthreads();
@@ -497,7 +484,7 @@ extern "C" __global__ void __launch_bounds__(kTileThreads, 1) backward_wgmma_key
     if (threadIdx.x == 0) produce(a, shared);
     if constexpr (!kSplit) {
       if (warp == kStoringWarp && threadIdx.x % 32 == 0) add_in_turn(a, shared);
-      if (warp == kFinishingWarp || warp == kFinishingWarp + 1) finish_dq(a, shared, warp - kFinishingWarp);
+      if (warp == kFinishingWarp || warp == kFinishingWarp + 1) finish_dq(a);
     }
   } else if (warpgroup < kFirstConsumer) {
     if constexpr (!kSplit) {

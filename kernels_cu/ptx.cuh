@@ -211,6 +211,10 @@ __device__ __forceinline__ i32 ld_acquire(const i32* global) {
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(global) : "memory");
   return x;
 }
+__device__ __forceinline__ void ld_acquire_until(const i32* global, i32 value) {  // it is reached
+  while (ld_acquire(global) != value) {
+  }
+}
 __device__ __forceinline__ i32 ld_relaxed(const i32* global) {
   i32 x;
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(global) : "memory");
@@ -218,12 +222,6 @@ __device__ __forceinline__ i32 ld_relaxed(const i32* global) {
 }
 // Makes of ld_relaxed before it an ld_acquire, and of red_relaxed_add after it a red_release_add
 __device__ __forceinline__ void fence_acq_rel() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-// Looks again and again, after so many nanoseconds each time, until the value is reached; every ld_acquire would empty the L1 cache.
-template <u32 kNanoseconds = 0> __device__ __forceinline__ void ld_acquire_until(const i32* global, i32 value) {
-  while (ld_relaxed(global) != value)
-    if (kNanoseconds > 0) asm volatile("nanosleep.u32 %0;" ::"n"(kNanoseconds));
-  fence_acq_rel();
-}
 __device__ __forceinline__ void red_release_add(i32* global, i32 x) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(global), "r"(x) : "memory");
 }

@@ -7,8 +7,7 @@
 // does not release it, but who does waits for the unit, which is made after; clean_dout is waited for before dO is released.
 #pragma once
 
-constexpr i32 kSlots = 2;           // of whatever comes anew with every tile of rows
-constexpr i32 kFinishingWarps = 2;  // make dQ of its sums
+constexpr i32 kSlots = 2;  // of whatever comes anew with every tile of rows
 
 // Number n of what passes through a ring is in this slot, in a phase of this parity.
 template <i32 kOf> __device__ __forceinline__ i32 slot_of(u32 n) { return n % kOf; }
@@ -51,8 +50,6 @@ struct Shared {
   // dS^T. The registers 2 i and 2 i + 1 of thread t of the one are those of thread t of the other, at place 128 i + t.
   __device__ __forceinline__ u32 full_p() const { return barrier(kBarriersBeforeP); }
   __device__ __forceinline__ u32 empty_p() const { return barrier(kBarriersBeforeP + 1); }
-  __device__ __forceinline__ u32 full_sums(i32 warp) const { return barrier(kBarriersBeforeP + 2 + kSlots + warp); }  // of a warp that finishes dQ
-  __device__ __forceinline__ u32 sums(i32 warp) const { return address + kSums + warp * kSumsBytes; }
   __device__ __forceinline__ u32 clean_dout(i32 slot) const { return barrier(kBarriersBeforeP + 2 + slot); }  // rows beyond a length have been cleared
   __device__ __forceinline__ Vector<float, 2>* p() const { return reinterpret_cast<Vector<float, 2>*>(base + kP); }
 
@@ -65,16 +62,14 @@ struct Shared {
   static constexpr i32 kDout = kQ + kSlots * QTile::kBytes;
   static constexpr i32 kDs = kDout + kSlots * DoutTile::kBytes;
   static constexpr i32 kDq = kDs + (kSplit ? 0 : kSlots * DsTile::kBytes);
-  static constexpr i32 kSums = kDq + (kSplit ? 0 : kDqStages * kDqPieceBytes);
-  static constexpr i32 kSumsBytes = kDqPanels * kFinishedBytes;
-  static constexpr i32 kP = kSums + (kSplit ? 0 : kFinishingWarps * kSumsBytes);
+  static constexpr i32 kP = kDq + (kSplit ? 0 : kDqStages * kDqPieceBytes);
   static constexpr i32 kLse = kP + (kSplit ? kWarpgroup * kSRegisters * 4 : 0);
   static constexpr i32 kStatisticsBytes = kBr * 4;
   static constexpr i32 kDelta = kLse + kSlots * kStatisticsBytes;
   static constexpr i32 kBarriers = kDelta + kSlots * kStatisticsBytes;
   static constexpr i32 kBarrierBytes = 8;
   static constexpr i32 kBarriersBeforeP = 3 * kKStages + 2 + 6 * kSlots + 2 * kDqStages;
-  static constexpr i32 kTickets = kBarriers + (kBarriersBeforeP + 2 + kSlots + kFinishingWarps) * kBarrierBytes;
+  static constexpr i32 kTickets = kBarriers + (kBarriersBeforeP + 2 + kSlots) * kBarrierBytes;
   static constexpr i32 kUnits = kTickets + kKStages * 4;
   static constexpr i32 kBytes = kUnits + (2 * kKStages + 3 * 4) * 4;
 

@@ -12,7 +12,6 @@ constexpr i32 kDqRegisters = kDqColumns / 2;
 constexpr i32 kDqPanels = (kD + kPanelColumns - 1) / kPanelColumns;
 constexpr i32 kDqPieces = kBr / kWarpgroupRows * kDqPanels;
 constexpr i32 kDqPieceFloats = kWarpgroupRows * kDqColumns, kDqPieceBytes = kDqPieceFloats * 4;
-constexpr i32 kFinishedRows = kWarpgroupRows / 4, kFinishedBytes = kDqPieceBytes / 4;  // at a time: what is a warp's of a piece
 
 static_assert(kConsumers == 2 && (kSplit || kBc == kKeysOfConsumer * kConsumers), "consumers own 64 keys each, or share them");
 static_assert(kBr % kWarpgroupRows == 0 && kBr <= 256, "dS K has 64 rows at a time, and K Q^T up to 256 columns");

@@ -155,22 +155,18 @@ MUTANTS = [
     ),
     Mutant(
         "dq-finished-before-all-have-added",
-        KERNEL,
-        "ld_acquire_until<kNanoseconds>(a.turns + index, all.end - all.first)",
-        "ld_acquire(a.turns + index)",
-        ("plain",),
+        *(KERNEL, "ld_acquire_until(a.turns + index, all.end - all.first)", "ld_acquire(a.turns + index)", ("plain",)),
     ),
-    Mutant("sums-read-before-they-came", KERNEL, "      mbarrier_wait(full, parity_of<1>(parts));\n", "", ("plain",)),
     Mutant(
-        "sums-overwritten",
-        *(KERNEL, "    __syncwarp();  // all lanes have read the sums\n", "", ("plain", "causal", "groups")),
+        "dq-read-before-the-warp-knows",
+        *(KERNEL, "all.end - all.first);\n    __syncwarp();\n", "all.end - all.first);\n", ("plain", "causal")),
     ),
     Mutant("rows-of-another-part", KERNEL, "in_head % kPartsOfRows, nth", "in_head % kWarps, nth", ("wide",)),
     Mutant(
         "void-rows-finished",
         *(KERNEL, "if (kTurnsAround && place.kv_head >= p.heads / p.group) continue;  // void\n", "", ("causal",)),
     ),
-    Mutant("dq-nobody-adds-to", KERNEL, "if (any) x = own[32 * b];", "x = own[32 * b];", ("no-keys",)),
+    Mutant("dq-nobody-adds-to", KERNEL, "    if (all.first >= all.end) sums = nullptr;\n", "", ("no-keys",)),
     # ---- which tiles, rows, keys and heads ----
     Mutant("head-of-the-group", ORDER, "tile.kv_head * p.group + in_group", "tile.kv_head * p.group", ("groups",)),
     Mutant(

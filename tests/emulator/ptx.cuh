@@ -125,7 +125,7 @@ __device__ __forceinline__ u32 thread_index_again() { return threadIdx.x; }
 __device__ __forceinline__ u32 opaque(u32 x) { return x; }
 
 __device__ __forceinline__ i32 ld_acquire(const i32* global) { return emulator::ld_acquire(global); }
-template <u32 = 0> __device__ __forceinline__ void ld_acquire_until(const i32* global, i32 value, emulator::Site site = emulator::here()) {
+__device__ __forceinline__ void ld_acquire_until(const i32* global, i32 value, emulator::Site site = emulator::here()) {
   emulator::ld_acquire_until(global, value, site);
 }
 __device__ __forceinline__ i32 ld_relaxed(const i32* global) { return emulator::ld_acquire(global); }
