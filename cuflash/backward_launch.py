@@ -20,6 +20,7 @@ from cuflash.backward_config import (
 from cuflash.backward_plan import BackwardChoice, backward_simt_default
 from cuflash.backward_problem import BackwardProblem
 from cuflash.compiler import Variant, load_functions
+from cuflash.config import WARP
 from cuflash.device import DeviceInfo
 from cuflash.driver import Kernel
 from cuflash.launch import MAX_GRID, merge_batch_axes, scale_log2
@@ -326,14 +327,19 @@ def wgmma_part(problem: BackwardProblem, config: BackwardWgmmaConfig, device: De
     directions = 2 if spec.left != spec.right else 1  # a head of an odd number that lacks a second one has void tickets
     tickets = batch * round_up(forward.h_kv, directions) * key_tiles
     blocks = min(batch * forward.h_kv * key_tiles, device.multiprocessors)
-    row_blocks = min(batch * forward.h_q * -(-forward.n_q // config.owned_rows), device.multiprocessors)
-    stages = [
+    rows_of_blocks = batch * forward.h_q * -(-forward.n_q // config.owned_rows)
+    parts_of_dq = batch * forward.h_q * -(-forward.n_q // config.b_r) * config.pieces(spec) * 4  # one for a warp
+    row_blocks = (
+        min(rows_of_blocks, device.multiprocessors)
+        if config.splits_products
+        else -(-parts_of_dq // (config.threads // WARP))
+    )
+    row_threads = config.tile_threads if config.splits_products else config.threads
+    stages = (
         Stage("backward_wgmma_statistics", batch * forward.h_q * chunks, config.threads, 0),
         Stage("backward_wgmma_keys", blocks, config.tile_threads, config.key_shared_bytes(spec)),
-    ]
-    if config.splits_products:
-        shared_bytes = config.row_shared_bytes(spec)
-        stages.append(Stage("backward_wgmma_rows", row_blocks, config.tile_threads, shared_bytes))
+        Stage("backward_wgmma_rows", row_blocks, row_threads, config.row_shared_bytes(spec)),
+    )
     maps = []
     for name, rows in (("q", config.b_r), ("dout", config.b_r), ("k", config.b_c), ("v", config.b_c)):
         own = problem.strides[name][rank : rank + 2]

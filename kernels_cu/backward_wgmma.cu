@@ -7,7 +7,7 @@
 // them, in registers. A block owns a tile of B_c keys and walks over the tiles of B_r query rows that see them, for all query heads that
 // share them. One thread of the first warpgroup asks TMA for tiles; each of the last two, the consumers, owns 64 keys and sums up their
 // dK and dV; between them, one takes dS^T from both and multiplies it with K. These parts of dQ leave for sums in device memory, in an order
-// that the last of the warps of the first warpgroup keeps (wgmma_backward_order.cuh). Two more of its warps make dQ of sums that are complete.
+// that the last of the warps of the first warpgroup keeps (wgmma_backward_order.cuh); at the end they become dQ.
 //
 // Where registers have no room for dK and dV of 64 keys, both consumers own the same 64, one of them for dV and the other for dK
 // (wgmma_backward_split.cuh). So few keys make too many parts of dQ, which has a kernel of its own then, and no sums in device memory
@@ -34,7 +34,7 @@ struct BackwardWgmmaParams {
   Params p;
   float* dq_sums;    // pieces of dQ, as wgmma_backward_tile.cuh has them, each as the threads of a warpgroup hold it
   i32* turns;        // for each tile of rows of a head, how many tiles of keys have added to its dQ
-  u32* next_ticket;  // of tiles of keys, and of rows of dQ
+  u32* next_ticket;  // of tiles of keys, and of rows where they have a kernel of their own
   float* row_sizes;  // |dO| of every row, (batch, head, row), for float16
   float* v_sizes;    // the largest number of every tile of V, (batch, head, tile), where rows have a kernel of their own
   i32 tickets;
@@ -51,10 +51,8 @@ constexpr i32 kNoTicket = -1;
 
 // ---- constants ----
 constexpr u64 kReadOnce = 0x12f0000000000000, kReadOften = 0x14f0000000000000;  // L2 policies: evict first, evict last
-constexpr i32 kFinishingWarp = 1, kStoringWarp = 3;   // of the first warpgroup; two finish
+constexpr i32 kStoringThread = kWarpgroup - 32;       // of the first warpgroup
 constexpr u32 kWarps = 4, kConsumerWarps = kWarps * kConsumers;  // of a warpgroup, and of the consumers
-// Arrivals at "empty" of Q, and of dO: of who reads the statistics beside it every thread where products are shared out, else of every warp one
-constexpr u32 kRowReaders = kSplit ? kWarpgroup + kWarps : kConsumerWarps;
 constexpr i32 kTileThreads = kWarpgroup * (kFirstConsumer + kConsumers);  // of a block that walks over tiles
 
 static_assert(kBr % kStatisticsRows == 0, "the statistics of a tile of rows are written by whole blocks");
@@ -244,52 +242,6 @@ __device__ __forceinline__ void multiply_ds_k(const BackwardWgmmaParams& a, cons
   }
 }
 
-// ---- the warps that make dQ of its sums ----
-constexpr i32 kFinishedRows = kWarpgroupRows / kWarps;  // at a time: what is a warp's of a piece
-constexpr i32 kFinishedColumns = kDqColumns % 32 == 0 ? 32 : 16;
-constexpr i32 kPartsOfRows = kBr / kFinishedRows;
-
-// Tickets are drawn in about the order in which sums become complete. Nothing waits for these warps, so they may wait for any tile of keys.
-__device__ __forceinline__ void finish_dq(const BackwardWgmmaParams& a) {
-  using Sums = Vector<float, 4>;
-  constexpr i32 kPieceSums = kDqPieceFloats / 4, kBlockSums = 32;  // a warp's of kBlock columns
-  const Params& p = a.p;
-#pragma unroll 1
-  for (;;) {
-    const i32 ranks = p.group * p.row_tiles * kPartsOfRows;  // of a head of k and v
-    u32 ticket = 0;
-    if (threadIdx.x % 32 == 0) ticket = atomicInc(a.next_ticket + 1, ~0u);
-    ticket = __shfl_sync(0xffffffff, ticket, 0);
-    if (ticket >= static_cast<u32>(a.tickets / p.key_tiles * ranks)) return;
-    const Place place = place_of(a, static_cast<i32>(ticket), ranks);
-    if (kTurnsAround && place.kv_head >= p.heads / p.group) continue;  // void
-    const i32 in_group = place.rank / (p.row_tiles * kPartsOfRows), in_head = place.rank - in_group * (p.row_tiles * kPartsOfRows);
-    const i32 part = in_head % kPartsOfRows, nth = in_head / kPartsOfRows, row_tile = goes_down(place) ? p.row_tiles - 1 - nth : nth;
-    const i32 head = place.kv_head * p.group + in_group, row = row_tile * kBr + part * kFinishedRows + threadIdx.x % 32 / 4;
-    const i64 index = row_tile_index(p, place.batch, head, row_tile);
-    const Adders all = adders(visibility(p, place.batch, 0), row_tile);
-    if (all.first < all.end && threadIdx.x % 32 == 0) ld_acquire_until(a.turns + index, all.end - all.first);
-    __syncwarp();
-
-    const Sums* sums = reinterpret_cast<const Sums*>(a.dq_sums) + (index * kDqPieces + part / kWarps * kDqPanels) * kPieceSums +
-                       part % kWarps * (kPieceSums / kWarps) + threadIdx.x % 32;
-    if (all.first >= all.end) sums = nullptr;
-    Element* to = p.dq + place.batch * p.dq_batch + head * p.dq_head + row * p.dq_row;
-#pragma unroll 1
-    for (i32 column = 0; column < p.d; column += kFinishedColumns) {
-      float dq[kFinishedColumns / 2];
-#pragma unroll
-      for (i32 b = 0; b < kFinishedColumns / kBlock; ++b) {
-        Sums x = {};
-        if (sums != nullptr) x = sums[column / kPanelColumns * kPieceSums + (column % kPanelColumns / kBlock + b) * kBlockSums];
-#pragma unroll
-        for (i32 e = 0; e < 4; ++e) dq[4 * b + e] = x.x[e] * static_cast<float>(p.gradient_scale);
-      }
-      store_accumulator<kFinishedColumns>(to + column, p.dq_row, p.n_q - row, p.d - column, dq, threadIdx.x % 32, [](i32, float x) { return x; });
-    }
-  }
-}
-
 // ---- a consumer warpgroup ----
 struct Consumer : KeyOwner {
   Ring<kKStages> k_ring;
@@ -461,15 +413,15 @@ extern "C" __global__ void __launch_bounds__(kTileThreads, 1) backward_wgmma_key
     mbarrier_init(shared.empty_v(), kWriterWarps);
     for (i32 slot = 0; slot < kSlots; ++slot) {
       mbarrier_init(shared.full_q(slot), 1);
-      mbarrier_init(shared.empty_q(slot), kRowReaders);
+      mbarrier_init(shared.empty_q(slot), kConsumerWarps);
       mbarrier_init(shared.full_dout(slot), 1);
-      mbarrier_init(shared.empty_dout(slot), kRowReaders);
+      mbarrier_init(shared.empty_dout(slot), kConsumerWarps);
       mbarrier_init(shared.full_ds(slot), kWriterWarps);
       mbarrier_init(shared.empty_ds(slot), kWarps);
       mbarrier_init(shared.clean_dout(slot), kWarps);
     }
-    mbarrier_init(shared.full_p(), kWarpgroup);
-    mbarrier_init(shared.empty_p(), kWarpgroup);
+    mbarrier_init(shared.full_p(), kWarps);
+    mbarrier_init(shared.empty_p(), kWarps);
     for (i32 slot = 0; slot < kDqStages; ++slot) {
       mbarrier_init(shared.full_dq(slot), kWarps);
       mbarrier_init(shared.empty_dq(slot), 1);
@@ -480,12 +432,8 @@ extern "C" __global__ void __launch_bounds__(kTileThreads, 1) backward_wgmma_key
 
   if (warpgroup == 0) {
     setmaxnreg_dec<kCopyRegisters>();
-    const i32 warp = threadIdx.x / 32;
     if (threadIdx.x == 0) produce(a, shared);
-    if constexpr (!kSplit) {
-      if (warp == kStoringWarp && threadIdx.x % 32 == 0) add_in_turn(a, shared);
-      if (warp == kFinishingWarp || warp == kFinishingWarp + 1) finish_dq(a);
-    }
+    if (!kSplit && threadIdx.x == kStoringThread) add_in_turn(a, shared);
   } else if (warpgroup < kFirstConsumer) {
     if constexpr (!kSplit) {
       setmaxnreg_dec<kDqWarpgroupRegisters>();
@@ -500,6 +448,31 @@ extern "C" __global__ void __launch_bounds__(kTileThreads, 1) backward_wgmma_key
     else
       Differentiator(a, shared).run();
   }
+}
+
+// dQ from its sums: a warp for 16 rows of a piece
+__device__ __forceinline__ void convert_sums(const BackwardWgmmaParams& a) {
+  const Params& p = a.p;
+  const i32 lane = threadIdx.x % 32;
+  const i64 part = blockIdx.x * static_cast<i64>(kThreads / 32) + threadIdx.x / 32, piece = part / kWarps, index = piece / kDqPieces;
+  if (index >= static_cast<i64>(p.batch) * p.heads * p.row_tiles) return;
+  const i32 row_tile = static_cast<i32>(index % p.row_tiles), head = static_cast<i32>(index / p.row_tiles) % p.heads;
+  const i32 batch = static_cast<i32>(index / p.row_tiles / p.heads);
+  const Adders all = adders(visibility(p, batch, head), row_tile);
+  const bool any = all.first < all.end;
+  float dq[kDqRegisters];
+#pragma unroll
+  for (i32 i = 0; i < kDqRegisters; i += 4) {
+    Vector<float, 4> x = {};
+    if (any) x = reinterpret_cast<const Vector<float, 4>*>(a.dq_sums)[part * (kDqRegisters / 4 * 32) + i / 4 * 32 + lane];
+#pragma unroll
+    for (i32 e = 0; e < 4; ++e) dq[i + e] = x.x[e];
+  }
+  const i32 in_tile = static_cast<i32>(piece % kDqPieces), column = in_tile % kDqPanels * kPanelColumns;
+  const i32 row = row_tile * kBr + in_tile / kDqPanels * kWarpgroupRows + static_cast<i32>(part % kWarps) * 16 + lane / 4;
+  const float scale = static_cast<float>(p.gradient_scale);
+  Element* const to = p.dq + batch * p.dq_batch + head * p.dq_head + row * p.dq_row + column;
+  store_accumulator<kDqColumns>(to, p.dq_row, p.n_q - row, p.d - column, dq, lane, [&](i32, float x) { return x * scale; });
 }
 
 // dQ, by rows
@@ -526,7 +499,10 @@ __device__ __forceinline__ void make_rows(const BackwardWgmmaParams& a, u8* smem
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kTileThreads, 1) backward_wgmma_rows(const __grid_constant__ BackwardWgmmaParams a) {
+extern "C" __global__ void __launch_bounds__(kSplit ? kTileThreads : kThreads, 1) backward_wgmma_rows(const __grid_constant__ BackwardWgmmaParams a) {
   ALIGNED_DYNAMIC_SMEM(smem, kAtomBytes);
-  if constexpr (kSplit) make_rows(a, smem);
+  if constexpr (kSplit)
+    make_rows(a, smem);
+  else
+    convert_sums(a);
 }

@@ -21,27 +21,17 @@ struct KeyTile {
 };
 
 // A section has so many heads of each direction, all of one before those of the other: the heads 2i and 2i + 1 of a batch entry for each of
-// its columns. The last column of an odd number of heads lacks the second: its tickets are void. All heads of a section and direction have
-// their ticket of one rank before any of them has the next.
-struct Place {
-  i32 rank, kv_head, batch;
-  bool second;
-};
-__device__ __forceinline__ Place place_of(const BackwardWgmmaParams& a, i32 ticket, i32 ranks) {
-  const i32 columns = (a.p.heads / a.p.group + kDirections - 1) / kDirections;  // of a batch entry
-  const i32 of_column = kDirections * ranks, all = a.p.batch * columns;
+// its columns. The last column of an odd number of heads lacks the second: its tickets are void.
+__device__ __forceinline__ KeyTile key_tile(const BackwardWgmmaParams& a, i32 ticket) {
+  const i32 key_tiles = a.p.key_tiles, columns = (a.p.heads / a.p.group + kDirections - 1) / kDirections;  // of a batch entry
+  const i32 of_column = kDirections * key_tiles, all = a.tickets / of_column;
   const i32 section = ticket / (a.section * of_column), width = min(a.section, all - section * a.section);
   const i32 in_section = ticket - section * (a.section * of_column);
-  const i32 second = kTurnsAround && in_section >= width * ranks;
-  const i32 in_half = in_section - second * (width * ranks), rank = in_half / width;
+  const i32 second = kTurnsAround && in_section >= width * key_tiles;
+  const i32 in_half = in_section - second * (width * key_tiles), rank = in_half / width;
   const i32 column = section * a.section + in_half - rank * width, batch = column / columns;
-  return {rank, (column - batch * columns) * kDirections + second, batch, second != 0};
-}
-__device__ __forceinline__ bool goes_down(const Place& place) { return kTurnsAround && place.second != kLeft; }
-__device__ __forceinline__ KeyTile key_tile(const BackwardWgmmaParams& a, i32 ticket) {
-  const Place place = place_of(a, ticket, a.p.key_tiles);
-  const bool downwards = goes_down(place);
-  return {downwards ? place.rank : a.p.key_tiles - 1 - place.rank, place.kv_head, place.batch, downwards};
+  const bool downwards = kTurnsAround && (second != 0) != kLeft;
+  return {downwards ? rank : key_tiles - 1 - rank, (column - batch * columns) * kDirections + second, batch, downwards};
 }
 
 // The next ticket that is not void

@@ -32,7 +32,6 @@ PROBLEMS = {
         USUAL,
     ),
     "softcap": (Case("backward-wgmma-softcap", **SIZED, options={"softcap": 1.5, "scale": 1.0}), USUAL),
-    "no-keys": (Case("backward-wgmma-no-keys", **SIZED | {"n": (300, 150)}, options={"causal": True}), USUAL),
     "nan": (Case("backward-wgmma-nan", **SIZED, values="nan-query", options={"causal": "top-left"}), USUAL),
     "split": (
         Case("backward-wgmma-split", **SIZED | {"d": (160, 144), "n": (150, 200)}, options={"softcap": 3.0}),
@@ -153,20 +152,6 @@ MUTANTS = [
         "first_row == 0) a.turns[index] = 0",
         ("plain",),
     ),
-    Mutant(
-        "dq-finished-before-all-have-added",
-        *(KERNEL, "ld_acquire_until(a.turns + index, all.end - all.first)", "ld_acquire(a.turns + index)", ("plain",)),
-    ),
-    Mutant(
-        "dq-read-before-the-warp-knows",
-        *(KERNEL, "all.end - all.first);\n    __syncwarp();\n", "all.end - all.first);\n", ("plain", "causal")),
-    ),
-    Mutant("rows-of-another-part", KERNEL, "in_head % kPartsOfRows, nth", "in_head % kWarps, nth", ("wide",)),
-    Mutant(
-        "void-rows-finished",
-        *(KERNEL, "if (kTurnsAround && place.kv_head >= p.heads / p.group) continue;  // void\n", "", ("causal",)),
-    ),
-    Mutant("dq-nobody-adds-to", KERNEL, "    if (all.first >= all.end) sums = nullptr;\n", "", ("no-keys",)),
     # ---- which tiles, rows, keys and heads ----
     Mutant("head-of-the-group", ORDER, "tile.kv_head * p.group + in_group", "tile.kv_head * p.group", ("groups",)),
     Mutant(
