@@ -53,6 +53,8 @@ constexpr i32 kNoTicket = -1;
 constexpr u64 kReadOnce = 0x12f0000000000000, kReadOften = 0x14f0000000000000;  // L2 policies: evict first, evict last
 constexpr i32 kStoringThread = kWarpgroup - 32;       // of the first warpgroup
 constexpr u32 kWarps = 4, kConsumerWarps = kWarps * kConsumers;  // of a warpgroup, and of the consumers
+// Arrivals at "empty" of Q, and of dO: of who reads the statistics beside it every thread where products are shared out, else of every warp one
+constexpr u32 kRowReaders = kSplit ? kWarpgroup + kWarps : kConsumerWarps;
 constexpr i32 kTileThreads = kWarpgroup * (kFirstConsumer + kConsumers);  // of a block that walks over tiles
 
 static_assert(kBr % kStatisticsRows == 0, "the statistics of a tile of rows are written by whole blocks");
@@ -413,15 +415,15 @@ extern "C" __global__ void __launch_bounds__(kTileThreads, 1) backward_wgmma_key
     mbarrier_init(shared.empty_v(), kWriterWarps);
     for (i32 slot = 0; slot < kSlots; ++slot) {
       mbarrier_init(shared.full_q(slot), 1);
-      mbarrier_init(shared.empty_q(slot), kConsumerWarps);
+      mbarrier_init(shared.empty_q(slot), kRowReaders);
       mbarrier_init(shared.full_dout(slot), 1);
-      mbarrier_init(shared.empty_dout(slot), kConsumerWarps);
+      mbarrier_init(shared.empty_dout(slot), kRowReaders);
       mbarrier_init(shared.full_ds(slot), kWriterWarps);
       mbarrier_init(shared.empty_ds(slot), kWarps);
       mbarrier_init(shared.clean_dout(slot), kWarps);
     }
-    mbarrier_init(shared.full_p(), kWarps);
-    mbarrier_init(shared.empty_p(), kWarps);
+    mbarrier_init(shared.full_p(), kWarpgroup);
+    mbarrier_init(shared.empty_p(), kWarpgroup);
     for (i32 slot = 0; slot < kDqStages; ++slot) {
       mbarrier_init(shared.full_dq(slot), kWarps);
       mbarrier_init(shared.empty_dq(slot), 1);
