@@ -39,10 +39,9 @@ using DqColumns = Share<kD, kDqWarpsAside>;
 using ScoreFragments = float[kKeyBlocks][kRowPieces][4];
 using DqFragments = float[kDqRowBlocks][DqColumns::kBlocks][4];
 
-constexpr i32 kMostOwnSums = 16;  // blocks of dK and dV up to which that was timed to be faster
 // P^T and dS^T of the warp's own rows are operands from registers, P^T before there is dP^T: no more is live than S^T, dP^T, dK and dV. With a
 // softcap, P^T is no longer there.
-constexpr bool kOwnInRegisters = sizeof(Element) == 2 && !kSoftcap && kKeyBlocks * (KColumns::kBlocks + VColumns::kBlocks) <= kMostOwnSums;
+constexpr bool kOwnInRegisters = sizeof(Element) == 2 && !kSoftcap;
 
 struct Warp {
   i32 index = threadIdx.x / 32;
