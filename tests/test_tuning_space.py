@@ -131,7 +131,7 @@ def test_every_workload_of_a_preset_has_a_space(name, architecture):
 
 
 def test_an_unknown_preset_is_refused():
-    with pytest.raises(ValueError, match="must be one of llm, vit, long or all"):
+    with pytest.raises(ValueError, match="must be one of llm, vit, long, papers or all"):
         preset("bert")
 
 

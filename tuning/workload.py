@@ -183,11 +183,17 @@ def _long() -> Iterator[Workload]:
         yield Workload("bfloat16", 1, (32, 8), (n, n), (128, 128), "bottom-right", window=(4095, 0))
 
 
-PRESETS: dict[str, Callable[[], Iterator[Workload]]] = {"llm": _llm, "vit": _vit, "long": _long}
+def _papers() -> Iterator[Workload]:
+    """What papers and `cuflash bench` compare: as many heads as 2048 columns make, full and causal."""
+    for d, n, causal in itertools.product((64, 128, 256), (1024, 4096, 16384), (None, "bottom-right")):
+        yield Workload("bfloat16", _batch(n), (2048 // d, 2048 // d), (n, n), (d, d), causal)
+
+
+PRESETS: dict[str, Callable[[], Iterator[Workload]]] = {"llm": _llm, "vit": _vit, "long": _long, "papers": _papers}
 
 
 def preset(name: str) -> list[Workload]:
-    """The workloads of ``"llm"``, ``"vit"``, ``"long"`` or ``"all"``.
+    """The workloads of ``"llm"``, ``"vit"``, ``"long"``, ``"papers"`` or ``"all"``.
 
     Examples
     --------
@@ -196,7 +202,7 @@ def preset(name: str) -> list[Workload]:
     20
     """
     if name == "all":
-        return list(itertools.chain.from_iterable(make() for make in PRESETS.values()))
+        return list(dict.fromkeys(itertools.chain.from_iterable(make() for make in PRESETS.values())))
     if name not in PRESETS:
         raise ValueError(f"the preset must be one of {', '.join(PRESETS)} or all, got {name!r}")
     return list(PRESETS[name]())
