@@ -292,10 +292,6 @@ MUTANTS = [
         ("rising",),
     ),
     Mutant(
-        "trust-after-a-tile-that-was-cut",
-        *(KERNEL, "rows.undecided && work.tiles.whole(j + 1)", "rows.undecided", ("causal",)),
-    ),
-    Mutant(
         "lost-scores-not-recomputed",
         SOFTMAX,
         "if (__any_sync(0xffffffff, lost[0] || lost[1]))",
