@@ -208,7 +208,8 @@ __device__ __forceinline__ void produce_bias(const WgmmaParams& a, const Shared&
 }
 
 // ---- a consumer warpgroup ----
-enum class Reference { kFirstMaximum, kMaximum, kTrusted };  // by which a tile is weighed (wgmma_softmax.cuh)
+// By what the rows of a warp weigh a tile (wgmma_softmax.cuh): all by their maximum, all by a reference that they trust, or each by either
+enum class Reference { kFirstMaximum, kMaximum, kTrusted, kEither };
 
 struct Consumer {
   const WgmmaParams& a;
@@ -299,7 +300,8 @@ struct Consumer {
   // `repair` must follow.
   template <Reference kReference, bool kPending> __device__ __forceinline__ bool step(const RowTile& rows_before) {
     constexpr bool kFirst = kReference == Reference::kFirstMaximum;
-    constexpr bool kFromTheRight = kReference != Reference::kTrusted;  // no tile that was seen whole has come before
+    constexpr bool kMayOutgrow = kReference == Reference::kTrusted || kReference == Reference::kEither;
+    constexpr bool kFromTheRight = kFirst || kReference == Reference::kEither || !kSpeculative;  // no tile seen whole has come before
     constexpr bool kMayBeCut = kFirst || kMask || kLeft || (kRight && kFromTheRight);
 
     mbarrier_wait(shared.full_k(k_ring.slot), k_ring.parity);
@@ -320,9 +322,9 @@ struct Consumer {
     float offset[2] = {rows.m[0] * c, rows.m[1] * c}, factor[2];
     bool raised = false;
     if constexpr (kFirst)
-      rows.begin(s, c, offset);
-    else if constexpr (kReference == Reference::kMaximum)
-      raised = rows.raise(s, c, offset, factor);
+      rows.begin(s, c, offset, work.tiles.whole(j));
+    else if constexpr (kReference != Reference::kTrusted)
+      raised = rows.raise<kReference == Reference::kEither>(s, c, offset, factor, work.tiles.whole(j));
     Rows::weigh(s, c, offset, sum);
 
     if constexpr (kPending) {
@@ -343,7 +345,7 @@ struct Consumer {
     k_ring.advance();
     bias_ring.advance();
     --j;
-    if (kSpeculative && !kFirst && rows.may_be_outgrown(sum)) return true;
+    if (kMayOutgrow && rows.may_be_outgrown(sum)) return true;
     rows.add(sum);
     return false;
   }
@@ -361,7 +363,7 @@ struct Consumer {
   }
   // After a step
   __device__ __forceinline__ void decide_on_trust() {
-    if (kSpeculative && !rows.speculates && work.tiles.whole(j + 1)) rows.decide_on_trust();
+    if (kSpeculative && rows.undecided && work.tiles.whole(j + 1)) rows.decide_on_trust();
   }
 
   // O += P V of the last tile, where nothing can run beside it, and the end of its rows
@@ -419,19 +421,21 @@ struct Consumer {
       else
         step<Reference::kFirstMaximum, false>(rows_before);
       decide_on_trust();
-#pragma unroll 1
-      while (j >= work.tiles.first) {
+#pragma unroll 1  // rows that have settled take the maximum to their end, in a loop of their own with nothing to check
+      while (kSpeculative && !rows.settled && j >= work.tiles.first) {
         bool outgrown;
         if (rows.speculates) {
 #pragma unroll 1
           do outgrown = step<Reference::kTrusted, true>(rows_before);
           while (!outgrown && j >= work.tiles.first);
         } else {
-          outgrown = step<Reference::kMaximum, true>(rows_before);
+          outgrown = step<Reference::kEither, true>(rows_before);
         }
         if (outgrown) repair();
         decide_on_trust();
       }
+#pragma unroll 1
+      while (j >= work.tiles.first) step<Reference::kMaximum, true>(rows_before);
       pending = true;
       if (kLeft && work.passed_over_behind > 0) {
         finish_rows(work.rows);

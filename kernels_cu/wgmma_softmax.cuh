@@ -5,8 +5,8 @@
 //   - the maximum so far, whose weight is exactly 1, where the row does not trust it;
 //   - where it does (kSpeculative), a maximum that was, until the sum of a tile's weights shows, after the fact, that they have outgrown
 //     it: weights must not overflow, and what is above 1 must not be most of l, because P rounds it and l does not.
-// A row trusts its reference after a tile that it saw whole, until that was repaired kRepairs times, or weights overflowed. All of this
-// is decided by the row's own scores; the warp votes only on whether code is to run at all.
+// A row trusts its reference after a tile that it saw whole, unless scores rose steeply within it, until that was repaired kRepairs times,
+// or weights overflowed. All of this is decided by the row's own scores; the warp votes only on whether code is to run at all.
 #pragma once
 
 constexpr bool kFolded = !kSoftcap && !kBias;
@@ -17,6 +17,7 @@ constexpr float kLost = 0x1p100f;    // such a sum is as good as infinite: the f
 constexpr float kFar = 1024;         // of references in log2 units: beyond it, the rounding of c m would show in P
 constexpr float kLargest = 3.4028234664e38f;
 constexpr i32 kRepairs = kSpeculative ? 2 : 0;
+constexpr float kSteep = 8;          // in log2 units: by as much the maximum of half a tile is above that of the half before
 constexpr i32 kPartKeys = 16;        // of a tile, whose scores are computed again at a time
 
 // c. Where the scale is folded into it, its sign, and a scale of 0, are Q's.
@@ -41,14 +42,23 @@ __device__ __forceinline__ float max_over_quad(float x) {
 __device__ __forceinline__ constexpr i32 row_of_s(i32 i) { return i / 2 % 2; }  // which of a lane's two rows register i holds
 __device__ __forceinline__ constexpr i32 row_of_p(i32 i) { return i % 2; }
 
-template <i32 n> __device__ __forceinline__ float row_max(const float (&s)[n], i32 row, float least) {
-  float first = least, second = least;  // two chains of comparisons
+// Maxima over the lower and the upper half of the keys
+struct Halves {
+  float lower, upper;
+
+  __device__ __forceinline__ float both() const { return fmaxf(lower, upper); }
+};
+template <i32 n> __device__ __forceinline__ Halves max_of_halves(const float (&s)[n], i32 row, float least) {
+  Halves largest = {least, least};  // two chains of comparisons
 #pragma unroll
   for (i32 b = 0; b < n / 4; ++b) {
-    float& largest = b % 2 == 0 ? first : second;
-    largest = fmaxf(largest, fmaxf(s[4 * b + 2 * row], s[4 * b + 2 * row + 1]));
+    float& of_half = b < n / 8 ? largest.lower : largest.upper;
+    of_half = fmaxf(of_half, fmaxf(s[4 * b + 2 * row], s[4 * b + 2 * row + 1]));
   }
-  return max_over_quad(fmaxf(first, second));
+  return largest;
+}
+template <i32 n> __device__ __forceinline__ float row_max(const float (&s)[n], i32 row, float least) {
+  return max_over_quad(max_of_halves(s, row, least).both());
 }
 
 // P, rounded to Element, as wgmma takes it
@@ -130,8 +140,10 @@ struct Rows {
   i32 repairs_left[2] = {kRepairs, kRepairs};
   float checked_from[2] = {kInfinity, kInfinity};  // 1 where a row trusts its reference: a sum up to 1 is always right
   bool speculates = false, all_near = true;        // all rows of the warp
+  bool settled = false, undecided = true;          // none of them will trust a reference; some may begin to
 
-  __device__ __forceinline__ bool trusts(i32 row) const { return kSpeculative && checked_from[row] != kInfinity; }
+  __device__ __forceinline__ bool trusts(i32 row) const { return checked_from[row] != kInfinity; }
+  __device__ __forceinline__ bool may_yet_trust(i32 row) const { return repairs_left[row] > 0 && !trusts(row); }
 
   // As long as c m is small, it is subtracted by the FFMA that multiplies by c; else m is, before.
   static __device__ __forceinline__ bool is_near(float m, float c) { return fabsf(m * c) < kFar; }
@@ -155,21 +167,39 @@ struct Rows {
   __device__ __forceinline__ void decide_on_trust() {
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) checked_from[r] = repairs_left[r] > 0 && m[r] != -kInfinity ? 1 : kInfinity;
-    vote_on_speculation();
+    vote_on_trust();
   }
   // After repairs, which give no row a trust that it did not have
   __device__ __forceinline__ void withdraw_trust() {
 #pragma unroll
     for (i32 r = 0; r < 2; ++r)
       if (repairs_left[r] == 0) checked_from[r] = kInfinity;
-    vote_on_speculation();
+    vote_on_trust();
   }
-  __device__ __forceinline__ void vote_on_speculation() { speculates = kSpeculative && !__any_sync(0xffffffff, !trusts(0) || !trusts(1)); }
+  __device__ __forceinline__ void vote_on_trust() {  // repairs_left > 0: trusts, or may yet
+    speculates = !__any_sync(0xffffffff, !trusts(0) || !trusts(1));
+    settled = !__any_sync(0xffffffff, repairs_left[0] > 0 || repairs_left[1] > 0);
+    undecided = __any_sync(0xffffffff, may_yet_trust(0) || may_yet_trust(1));
+  }
+  // Scores that rise steeply within a tile, towards its lower keys, would outgrow one reference after the other. Rows that see a part of the
+  // tile show nothing of the kind.
+  __device__ __forceinline__ void note_if_steep(const Halves (&of_lane)[2], const float (&tile_max)[2], float c, bool whole) {
+#pragma unroll
+    for (i32 r = 0; r < 2; ++r) {
+      const float upper = max_over_quad(of_lane[r].upper);
+      if (whole & may_yet_trust(r) & (upper != -kInfinity) & ((tile_max[r] - upper) * c > kSteep)) repairs_left[r] = 0;
+    }
+  }
 
   // The references of rows that have none yet: the maximum of their first tile
-  __device__ __forceinline__ void begin(float (&s)[kSRegisters], float c, float (&offset_of)[2]) {
+  __device__ __forceinline__ void begin(float (&s)[kSRegisters], float c, float (&offset_of)[2], bool whole) {
+    Halves of_lane[2];
 #pragma unroll
-    for (i32 r = 0; r < 2; ++r) m[r] = row_max(s, r, -kInfinity);
+    for (i32 r = 0; r < 2; ++r) {
+      of_lane[r] = max_of_halves(s, r, -kInfinity);
+      m[r] = max_over_quad(of_lane[r].both());
+    }
+    if (kSpeculative) note_if_steep(of_lane, m, c, whole);
     for (i32 r = 0; r < 2; ++r) note_if_far(r, c);
     vote_on_near(c);
     if (!all_near) subtract_shift(s, c);
@@ -179,21 +209,25 @@ struct Rows {
 
   // Brings the rows that do not trust their references up to the maximum of the tile, and c (s - m) to c s - `offset`. Returns whether O
   // must be multiplied by `factor`.
-  __device__ __forceinline__ bool raise(float (&s)[kSRegisters], float c, float (&offset_of)[2], float (&factor)[2]) {
-    float to[2];
+  template <bool kSomeTrust>
+  __device__ __forceinline__ bool raise(float (&s)[kSRegisters], float c, float (&offset_of)[2], float (&factor)[2], bool whole) {
+    Halves of_lane[2];
+    float tile_max[2], to[2];
     bool rises[2], leaves = false;  // whether a reference is no longer near
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
-      const float tile_max = row_max(s, r, -kInfinity);
-      rises[r] = !trusts(r) & (tile_max > m[r]);
-      to[r] = rises[r] ? tile_max : m[r];
-      leaves |= rises[r] & !(fabsf(tile_max * c) < kFar);
+      of_lane[r] = max_of_halves(s, r, -kInfinity);
+      tile_max[r] = max_over_quad(of_lane[r].both());
+      rises[r] = !(kSomeTrust && trusts(r)) & (tile_max[r] > m[r]);
+      to[r] = rises[r] ? tile_max[r] : m[r];
+      leaves |= rises[r] & !(fabsf(tile_max[r] * c) < kFar);
     }
+    if (kSomeTrust && undecided) note_if_steep(of_lane, tile_max, c, whole);
     const bool raised = __any_sync(0xffffffff, rises[0] | rises[1]);
     if (all_near && !__any_sync(0xffffffff, leaves)) {
 #pragma unroll
       for (i32 r = 0; r < 2; ++r) {
-        offset_of[r] = to[r] == -kInfinity ? 0 : to[r] * c;
+        offset_of[r] = to[r] == -kInfinity ? 0 : __fmul_rn(to[r], c);
         factor[r] = rises[r] & (m[r] != -kInfinity) ? exp2_of(__fmul_rn(m[r], c) - offset_of[r]) : 1;
         m[r] = to[r];
         l[r] *= factor[r];

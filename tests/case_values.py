@@ -45,9 +45,9 @@ def falling(rng: Any, name: str, shape: Shape, dtype: Any) -> Any:
     return along(rng, name, shape, np.linspace(30, -30, shape[-2]))
 
 
-def steep_ramp(rng: Any, name: str, shape: Shape, dtype: Any) -> Any:
-    """Every tile of keys makes all before it negligible."""
-    return along(rng, name, shape, np.linspace(-1000, 1000, shape[-2]))
+def stairs(rng: Any, name: str, shape: Shape, dtype: Any) -> Any:
+    """Every 32 keys make all before them negligible."""
+    return along(rng, name, shape, 700.0 * (np.arange(shape[-2]) // 32) - 1000)
 
 
 def dominant(rng: Any, name: str, shape: Shape, dtype: Any) -> Any:
@@ -114,7 +114,7 @@ VALUES: dict[str, Callable[[Any, str, Shape, Any], Any]] = {
     "hot": hot,
     "ramp": ramp,
     "falling": falling,
-    "steep-ramp": steep_ramp,
+    "stairs": stairs,
     "dominant": dominant,
     "equal-keys": equal_keys,
     "zero-queries": zero_queries,

@@ -1,6 +1,7 @@
 """The Hopper forward kernel, emulated on the CPU, against the plain formula; and seeded bugs, which must be found."""
 
 import functools
+import itertools
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -260,6 +261,92 @@ def test_trust_in_a_reference_is_not_won_by_the_repair_of_another_row():
     assert all(np.array_equal(calm, beside_a_jump) for calm, beside_a_jump in zip(*results, strict=True))
 
 
+# How scores change over eight tiles of 32 keys, in log2 units, in the order of the kernel: what they gain before a
+# tile and, at an even pace, within it; and the first key, in that order, that a row sees.
+KINDS = {
+    "flat": ([0] * 8, [0] * 8, 0),
+    "drifting": ([0.5] * 8, [0] * 8, 0),
+    "rising": ([20] * 8, [0] * 8, 0),
+    "repaired once": ([0, 0, 20, 0, 1, 1, 0, 0], [0] * 8, 0),
+    "overflowing": ([0, 0, 130, 0, 1, 1, 0, 0], [0] * 8, 0),
+    "steep": ([0] * 8, [30] * 8, 0),
+    "steep at last": ([0, 0.5, 0, 0, 0, 0.5, 0, 0.5], [0, 0, -30, 30, 0, 0, 0, 0], 0),
+    "hidden": ([0.5] * 8, [0] * 8, 5 * 32 - 8),
+    "half hidden": ([0.5] * 8, [0] * 8, 16),
+}
+
+
+def mixed_rows() -> tuple[dict[str, Any], list[tuple[str, Any]]]:
+    """Inputs of 64 rows, the same in each head but for their kinds; and for each head its name and the kinds.
+
+    First, for each kind, a head of nothing else, then for each two kinds one where rows are of either.
+    """
+    rng, keys = np.random.default_rng(15), np.arange(256)
+    profiles = []
+    for before, within, hidden in KINDS.values():
+        starts = np.cumsum(before) + np.cumsum([0, *within[:-1]])
+        profile = np.repeat(starts, 32) + np.repeat(within, 32) * (keys % 32) / 32
+        profiles.append(np.where(keys < hidden, -np.inf, profile)[::-1] * np.log(2))
+    pure = [(name, np.full(64, number)) for number, name in enumerate(KINDS)]
+    pairs = itertools.combinations(range(len(KINDS)), 2)
+    mixed = [(f"{a}-{b}", np.where(rng.random(64) < 0.5, a, b)) for a, b in pairs]
+    kinds = np.stack([of_rows for _, of_rows in pure + mixed])
+    q, k, v = (rng.standard_normal((1, 1, n, 16)).astype(np.float16) for n in (64, 256, 256))
+    q = np.broadcast_to(q, (1, len(kinds), 64, 16)).copy()
+    bias = np.stack(profiles).astype(np.float32)[kinds][None]
+    return {"q": q, "k": k, "v": v, "bias": bias}, pure + mixed
+
+
+def kinds_that_depend_on_others(texts: Any = None) -> set[str]:
+    """Pairs of kinds of which rows have other bits beside each other than among their own kind."""
+    inputs, heads = mixed_rows()
+    out, lse = attention(inputs, {"scale": 0.1}, ALONE, texts=texts)
+    rows = np.arange(64)
+    return {
+        name
+        for head, (name, kinds) in enumerate(heads)
+        if not np.array_equal(out[0, head], out[0, kinds, rows])
+        or not np.array_equal(lse[0, head], lse[0, kinds, rows])
+    }
+
+
+def test_rows_that_differ_in_trust_are_exact_side_by_side():
+    inputs, _ = mixed_rows()
+    gold.check(*attention(inputs, {"scale": 0.1}, ALONE, ADVERSARIES[-1]), **inputs, scale=0.1)
+
+
+def test_trust_of_a_row_does_not_depend_on_the_other_rows():
+    assert kinds_that_depend_on_others() == set()
+
+
+VOTES = {
+    "settled-where-some-may-yet-trust": ("repairs_left[0] > 0 || repairs_left[1] > 0", "trusts(0) || trusts(1)"),
+    "settled-where-one-is": (
+        "!__any_sync(0xffffffff, repairs_left[0] > 0",
+        "!__all_sync(0xffffffff, repairs_left[0] > 0",
+    ),
+    "decided-where-some-may-yet-trust": ("__any_sync(0xffffffff, may_yet", "__all_sync(0xffffffff, may_yet"),
+    "trust-lost-to-a-late-rise": ("whole & may_yet_trust(r) &", "whole &"),
+}
+
+
+@pytest.mark.parametrize("id", VOTES)
+def test_seeded_bug_that_makes_trust_depend_on_other_rows_is_found(id):
+    bug = Mutant(id, "wgmma_softmax.cuh", *VOTES[id], ())
+    assert kinds_that_depend_on_others(bug.texts(kernel_texts()))
+
+
+def test_a_row_wins_no_trust_where_it_rises_steeply_within_its_first_tile():
+    inputs, heads = mixed_rows()
+    results = [
+        attention(inputs, {"scale": 0.1}, replace(ALONE, speculative=speculative))[0][0]
+        for speculative in (True, False)
+    ]
+    as_by_maxima = {name for (name, _), *of_head in zip(heads, *results, strict=True) if np.array_equal(*of_head)}
+    assert "steep" in as_by_maxima
+    assert as_by_maxima.isdisjoint({"drifting", "repaired once", "half hidden"})
+
+
 @pytest.mark.parametrize("scale", [1e-50, -1e-50])
 def test_a_scale_too_small_for_float32_makes_all_weights_equal(scale):
     case = Case(f"wgmma-tiny-{scale}", n=(70, 75), d=(16, 16), options={"scale": scale, "causal": True})
@@ -291,14 +378,14 @@ def hot(number: int) -> Case:
 def late_key(dtype: Any, n_q: int = 2) -> tuple[dict[str, Any], dict[str, Any]]:
     """Inputs of three tiles of 32 keys, and the options.
 
-    In the order of the kernel, one key of the first tile scores 0, and one of the second takes nearly all, with a
-    weight that, measured from 0, would be rounded by nearly half a unit of `dtype`.
+    In the order of the kernel, one key of the upper half of the first tile scores 0, and one of the second takes
+    nearly all, with a weight that, measured from 0, would be rounded by nearly half a unit of `dtype`.
     """
     rng = np.random.default_rng(12)
     weight = 128 * (1 + 0.95 * gold.EPSILON[dtype.name] / 2)
     q, k, v = np.zeros((1, 1, n_q, 16)), np.zeros((1, 1, 96, 16)), rng.standard_normal((1, 1, 96, 64))
     q[..., 0], k[..., 0] = 1, -4
-    k[..., 70, 0], k[..., 40, 0] = 0, 1
+    k[..., 88, 0], k[..., 40, 0] = 0, 1
     return {name: x.astype(dtype) for name, x in (("q", q), ("k", k), ("v", v))}, {"scale": float(np.log(weight))}
 
 

@@ -19,9 +19,9 @@ PROBLEMS = {
     "plain": (Case("wgmma-plain", **SIZED), USUAL),
     "causal": (Case("wgmma-causal", **SIZED, options={"causal": "top-left"}), USUAL),
     "window": (Case("wgmma-window", **SIZED, options={"window": (20, 9), "causal": "top-left"}), USUAL),
-    "rising": (Case("wgmma-rising", **SMALL, values="falling"), USUAL),
+    "rising": (Case("wgmma-rising", **SMALL | {"n": (80, 192)}, values="falling", options={"scale": 0.1}), USUAL),
     "rising-by-care": (Case("wgmma-rising-by-care", **SMALL, values="falling"), replace(USUAL, speculative=False)),
-    "soaring": (Case("wgmma-soaring", **SIZED, values="steep-ramp", options={"scale": -0.125}), USUAL),
+    "soaring": (Case("wgmma-soaring", **SIZED, values="stairs", options={"scale": -0.125}), USUAL),
     "wild": (Case("wgmma-wild", **SMALL | {"n": (80, 192)}, values="hot", options={"scale": 3.0}), USUAL),
     "hot": (Case("wgmma-hot", **SMALL, values="exact-hot", options={"scale": 2.0**20}), USUAL),
     "lengths": (
@@ -49,7 +49,7 @@ PROBLEMS = {
         replace(USUAL, stages=3, q_stages=2),
     ),
     "bias-of-keys-soaring": (
-        Case("wgmma-bias-of-keys-soaring", **SIZED, values="steep-ramp", bias="bh-k", options={"scale": -0.125}),
+        Case("wgmma-bias-of-keys-soaring", **SIZED, values="stairs", bias="bh-k", options={"scale": -0.125}),
         USUAL,
     ),
     "bias-of-rows": (Case("wgmma-bias-of-rows", **SIZED, bias="bhqk", q_lengths=(149,)), USUAL),
@@ -281,7 +281,16 @@ MUTANTS = [
     ),
     Mutant("o-of-the-rows-before", KERNEL, "    if constexpr (kFirst) o_has_products = false;\n", "", ("plain",)),
     Mutant("last-product-alone", KERNEL, "    o_has_products = true;\n", "", ("plain",)),
-    Mutant("never-repaired", KERNEL, "!kFirst && rows.may_be_outgrown(sum)", "false", ("rising",)),
+    Mutant("never-repaired", KERNEL, "kMayOutgrow && rows.may_be_outgrown(sum)", "false", ("rising",)),
+    Mutant(
+        "maxima-ignored-by-rows-that-settled",
+        *(
+            KERNEL,
+            "if constexpr (kReference != Reference::kTrusted)",
+            "if constexpr (kReference == Reference::kEither)",
+        ),
+        ("rising",),
+    ),
     Mutant(
         "lost-scores-not-recomputed",
         SOFTMAX,
