@@ -1,6 +1,7 @@
 """Whole tuning runs: several processes on one study, deaths, Ctrl-C, going on, the command line, what is kept."""
 
 import collections
+import itertools
 import json
 import math
 import re
@@ -19,7 +20,7 @@ from synthetic import CAUSAL, small_table, synthetic_table
 from cuflash import cli, tuned
 from cuflash.backward_plan import choose_backward
 from cuflash.device import known_device
-from cuflash.tuning import campaign, command, record, session, study
+from cuflash.tuning import campaign, command, record, session, space, study
 from cuflash.tuning.processes import Machine, Worker
 from cuflash.tuning.session import GpuTarget, Session, seeds_for
 from cuflash.tuning.space import Space
@@ -265,6 +266,17 @@ def test_a_default_that_nothing_beats_is_kept_too(host_gpu, monkeypatch):
     assert found.winner.config == result.config
 
 
+def test_a_default_that_is_the_only_point_is_kept_too(host_gpu, monkeypatch):
+    only = Space.legal(TINY.problem(), known_device("sm_90")).default
+    axes = {axis: (getattr(only, axis),) for axis in space.AXES["forward_simt"]}
+    monkeypatch.setattr(space, "AXES", {**space.AXES, "forward_simt": axes})
+    (result,) = campaign.tune([TINY], budget="60s", compilers=1)
+    assert (result.state, result.evaluations) == ("default", 1)
+    assert result.time_us == result.default_us > 0
+    found = tuned.candidates(key_of(TINY.problem(), known_device("sm_90")))[0]
+    assert (found.source, found.winner.config) == ("tuned", only)
+
+
 def test_a_workload_whose_default_fails_does_not_end_the_run(host_gpu, monkeypatch):
     monkeypatch.setenv("FAULTS", json.dumps({"64": "wrong"}))
     other = Workload("float32", 1, (2, 2), (40, 40), (256, 256))
@@ -282,6 +294,18 @@ def test_one_gpu_has_one_tuner(tmp_path, monkeypatch):
             pass
     with campaign.only_tuner_of(0):
         pass
+
+
+def test_two_gpus_are_two_though_each_process_sees_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(campaign.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-6cb0, GPU-a511")
+    with campaign.only_tuner_of(1):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-6cb0")
+        with campaign.only_tuner_of(0):
+            pass
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a511")
+        with pytest.raises(campaign.TuningError, match="GPU 0 is being tuned"), campaign.only_tuner_of(0):
+            pass
 
 
 def test_gpus_of_two_models_do_not_share_a_study(monkeypatch):
@@ -408,7 +432,8 @@ def test_gradients_are_added_where_there_are_any():
 
 def test_presets_are_the_default():
     assert workloads_of() == preset("llm")
-    assert workloads_of("--preset", "all") == preset("llm") + preset("vit") + preset("long")
+    lists = [preset(name) for name in ("llm", "vit", "long", "papers")]
+    assert workloads_of("--preset", "all") == list(dict.fromkeys(itertools.chain(*lists)))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import hashlib
 import math
 import os
 import queue
+import re
 import sys
 import tempfile
 import threading
@@ -247,7 +248,7 @@ def only_tuner_of(gpu: int) -> Iterator[None]:
         return
     import fcntl
 
-    path = Path(tempfile.gettempdir(), f"cuflash-{os.geteuid()}-gpu-{gpu}.lock")
+    path = Path(tempfile.gettempdir(), f"cuflash-{os.geteuid()}-gpu-{name_of(gpu)}.lock")
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         try:
@@ -257,6 +258,23 @@ def only_tuner_of(gpu: int) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def name_of(gpu: int) -> str:
+    """What the driver calls the GPU that CUDA numbers `gpu` in this process: its own number, or a UUID.
+
+    Examples
+    --------
+    >>> import os
+    >>> from cuflash.tuning.campaign import name_of
+    >>> os.environ["CUDA_VISIBLE_DEVICES"] = "3,5"
+    >>> name_of(1)
+    '5'
+    >>> del os.environ["CUDA_VISIBLE_DEVICES"]
+    """
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    name = visible[gpu] if gpu < len(visible) and visible[gpu] else str(gpu)
+    return re.sub(r"[^\w-]", "_", name)
 
 
 # ---- several processes ----

@@ -31,7 +31,7 @@ INCUMBENTS = 8  # whose neighbours are considered
 STAGNATION = 25  # evaluations without a gain of GAIN, after which a search ends
 STAGNATION_SHARE = 0.15
 GAIN = 0.005
-TIE_BAND = 0.005
+TIE_BAND = 0.01
 FINALISTS = 8
 FINAL_ROUNDS, LEAST_FINAL_ROUNDS = 60, 9
 FINAL_SECONDS = 10.0  # of all rounds, if more than LEAST_FINAL_ROUNDS
@@ -253,7 +253,8 @@ def race(space: Space, ranked: Sequence[Measurement], backend: Backend, seconds:
     default = space.points[0]
     points = finalists(space, ranked)
     if not points:
-        return Winner(default, {}, TIE_BAND)
+        own = {m.point: statistics.median(m.times) for m in ranked if m.point == default and m.times}
+        return Winner(default, own, TIE_BAND)
     slowest = sum(statistics.median(m.times) for m in ranked[:FINALISTS] if m.times) * (FINALISTS + 1) / FINALISTS
     rounds = max(LEAST_FINAL_ROUNDS, min(FINAL_ROUNDS, int(seconds * 1e3 / max(slowest, 1e-3))))
     times: dict[Point, list[float]] = {}

@@ -328,9 +328,10 @@ class Session:
             len(searching.known),
             note,
         )
-        if times and self._target.is_real:
-            self._keep(searching, decided, result)
         is_complete = searching.is_over() and not self._interrupted
+        is_beaten_by_none = len(times) == 1 and is_complete  # of a space of one point
+        if (len(times) > 1 or is_beaten_by_none) and self._target.is_real:
+            self._keep(searching, decided, result)
         study.publish({"run": self._run, "complete": is_complete, "result": result.as_json()})
         return result
 

@@ -14,7 +14,7 @@ from cuflash.tuning.record import NAME, folder
 pytest.importorskip("cupy")
 
 FEW = {  # values of every family's axes, so that compiling takes seconds
-    "forward_wgmma": {"b_c": (64, 96, 128), "section_mb": (16, 32)},
+    "forward_wgmma": {"b_c": (32, 48, 64), "section_mb": (16, 32)},
     "forward_mma": {"b_c": (32, 48, 64), "stages": (1, 2)},
     "backward_wgmma": {"k_stages": (1, 2), "waves": (1, 2)},
     "backward_mma": {"stages": (1, 2), "swizzle": (False, True)},
