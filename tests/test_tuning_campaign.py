@@ -17,7 +17,7 @@ import pytest
 from optuna.trial import TrialState
 from synthetic import CAUSAL, small_table, synthetic_table
 
-from cuflash import cli, tuned
+from cuflash import cli, cubins, tuned
 from cuflash.backward_plan import choose_backward
 from cuflash.device import known_device
 from cuflash.tuning import campaign, command, record, session, space, study
@@ -255,6 +255,13 @@ def test_a_winner_is_kept_where_calls_find_it(host_gpu):
     assert len(list(record.folder().glob("H200-*.journal"))) == 1
     (again,) = campaign.tune([TINY], budget="60s", compilers=1)
     assert again.state == "known"
+
+
+def test_a_new_cache_that_tuning_makes_keeps_compiled_kernels_too(host_gpu, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "new"))
+    campaign.tune([TINY], budget="60s", compilers=1)
+    assert cubins.why_untrusted(tmp_path / "new") is None
+    assert (tmp_path / "new" / "measurements").is_dir()
 
 
 def test_a_default_that_nothing_beats_is_kept_too(host_gpu, monkeypatch):

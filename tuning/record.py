@@ -51,7 +51,7 @@ class Record:
             **facts,
         }
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self._path.parent)
             with self._path.open("ab") as file:  # one write, so that lines of several processes do not mix
                 file.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
         except OSError as error:
@@ -97,11 +97,17 @@ def slug(name: str) -> str:
     return "".join(letter if letter.isalnum() or letter in ".-" else "_" for letter in name)
 
 
+def make_folder(directory: Path) -> None:
+    """Make `directory`, beside which compiled kernels may lie: what holds both is the user's alone."""
+    tuned.make_private(directory.parent)
+    directory.mkdir(exist_ok=True)
+
+
 def own_journal(device: str, digest: str) -> str | None:
     """The URL of the journal in `folder`, or None where that cannot be written."""
     directory = folder()
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_folder(directory)
         path = directory / f"{slug(device)}-{digest}.journal"
         with path.open("ab"):
             pass
