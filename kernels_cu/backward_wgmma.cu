@@ -206,7 +206,7 @@ __device__ __forceinline__ void multiply_ds_k(const BackwardWgmmaParams& a, cons
       __syncwarp();
     }
     if constexpr (kHalf) {
-      mbarrier_arrive_if(shared.full_unit(k_slot), lane == 0);
+      mbarrier_arrive(shared.full_unit(k_slot));
       mbarrier_wait(shared.full_unit(k_slot), parity_of<kKStages>(ks));
     }
 #pragma unroll 1
@@ -239,8 +239,7 @@ __device__ __forceinline__ void multiply_ds_k(const BackwardWgmmaParams& a, cons
         mbarrier_arrive_if(shared.full_dq(dq_slot), lane == 0);
       }
     }
-    __syncwarp();  // all lanes have read what lies beside K
-    mbarrier_arrive_if(shared.empty_k(k_slot), lane == 0);
+    mbarrier_arrive(shared.empty_k(k_slot));  // each for itself, which has read what lies beside K
   }
 }
 
@@ -371,8 +370,7 @@ struct Consumer : KeyOwner {
         if constexpr (kHalf) mbarrier_wait(shared.full_unit(k_slot), k_ring.parity);
       }
       store(per_unit);
-      __syncwarp();  // all lanes have read what lies beside K
-      arrive(shared.empty_k(k_slot));
+      mbarrier_arrive(shared.empty_k(k_slot));
       k_ring.advance();
     }
   }
@@ -408,8 +406,8 @@ extern "C" __global__ void __launch_bounds__(kTileThreads, 1) backward_wgmma_key
     for (const TensorMap* map : {&a.q_map, &a.dout_map, &a.k_map, &a.v_map}) prefetch_tensormap(map);
     for (i32 slot = 0; slot < kKStages; ++slot) {
       mbarrier_init(shared.full_k(slot), 1);
-      mbarrier_init(shared.full_unit(slot), kWarps);
-      mbarrier_init(shared.empty_k(slot), kConsumerWarps + (kSplit ? 0 : kWarps + 1));
+      mbarrier_init(shared.full_unit(slot), kWarpgroup);
+      mbarrier_init(shared.empty_k(slot), kWarpgroup * kConsumers + (kSplit ? 0 : kWarpgroup + 1));
     }
     mbarrier_init(shared.full_v(), 1);
     mbarrier_init(shared.empty_v(), kWriterWarps);
@@ -484,7 +482,8 @@ __device__ __forceinline__ void make_rows(const BackwardWgmmaParams& a, u8* smem
   if (threadIdx.x == 0) {
     for (const TensorMap* map : {&a.q_map, &a.dout_map, &a.k_map, &a.v_map}) prefetch_tensormap(map);
     for (const u32 full : {shared.full_q(), shared.full_dout(), shared.full_v()}) mbarrier_init(full, 1);
-    for (const u32 empty : {shared.empty_q(), shared.empty_dout(), shared.empty_v()}) mbarrier_init(empty, kConsumerWarps);
+    mbarrier_init(shared.empty_q(), kWarpgroup * kConsumers);
+    for (const u32 empty : {shared.empty_dout(), shared.empty_v()}) mbarrier_init(empty, kConsumerWarps);
     for (i32 slot = 0; slot < kRowKStages; ++slot) {
       mbarrier_init(shared.full_k(slot), 1);
       mbarrier_init(shared.empty_k(slot), kConsumerWarps);

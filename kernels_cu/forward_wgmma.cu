@@ -182,9 +182,8 @@ __device__ __forceinline__ void produce_bias(const WgmmaParams& a, const Shared&
   for (;; q_ring.advance()) {
     mbarrier_wait(shared.full_q(q_ring.slot, 0), q_ring.parity);
     const RowWork work = *shared.row_work(q_ring.slot, 0);
-    __syncwarp();
     if (work.rows.row0 == kNoRows) return;
-    mbarrier_arrive_if(shared.empty_q(q_ring.slot, 0), lane == 0);
+    mbarrier_arrive(shared.empty_q(q_ring.slot, 0));
     const Scores score = scores(p, work.rows.batch, work.rows.head);
     const i32 first = work.tiles.first - work.passed_over_behind;
 #pragma unroll 1
@@ -457,7 +456,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) forward_wgmma(const __
   if (threadIdx.x == 0) {
     for (const TensorMap* map : {&a.q_map, &a.k_map, &a.v_map}) prefetch_tensormap(map);
     constexpr u32 kConsumerWarps = 4 * kConsumers;
-    constexpr u32 kBiasWarps = kBiasOfKeys ? 1 : 0;
+    constexpr u32 kBiasWarps = kBiasOfKeys ? 1 : 0, kBiasThreads = 32 * kBiasWarps;
     for (i32 slot = 0; slot < kStages; ++slot) {
       mbarrier_init(shared.full_k(slot), 1 + kBiasWarps);
       mbarrier_init(shared.full_v(slot), 1);
@@ -467,7 +466,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) forward_wgmma(const __
     for (i32 slot = 0; slot < kQStages; ++slot)
       for (i32 w = 0; w < kConsumers; ++w) {
         mbarrier_init(shared.full_q(slot, w), 1);
-        mbarrier_init(shared.empty_q(slot, w), w == 0 ? 4 + kBiasWarps : 4);
+        mbarrier_init(shared.empty_q(slot, w), w == 0 ? 4 + kBiasThreads : 4);
       }
     fence_mbarrier_init();
   }

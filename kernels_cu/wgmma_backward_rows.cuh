@@ -209,7 +209,7 @@ struct RowOwner {
     wgmma_wait_group<1>();
     pin(s);
     const bool is_last = tile == own.keys.end - 1;
-    mbarrier_arrive_if(shared.empty_q(), lane() == 0 && is_last);
+    mbarrier_arrive_if(shared.empty_q(), is_last);  // each thread for itself, which has read the ticket
     const bool whole = keys.whole(tile) && row0 + kWarpgroupRows <= visibility(a.p, own.batch, 0).query_length;
     if (whole)
       weigh_scores<false>(own, tile);
@@ -244,7 +244,6 @@ struct RowOwner {
     for (;; ++tiles) {
       mbarrier_wait(shared.full_q(), parity_of<1>(tiles));
       const i32 ticket = read(shared.ticket());
-      __syncwarp();  // all lanes have read it
       if (ticket == kNoTicket) return;
       const OwnedRows own = owned_rows(a, ticket);
       row0 = own.row0 + number * kWarpgroupRows;
@@ -264,7 +263,7 @@ struct RowOwner {
       } else {
         mbarrier_wait(shared.full_dout(), parity_of<1>(tiles));
         __syncwarp();
-        arrive(shared.empty_q());
+        mbarrier_arrive(shared.empty_q());
         arrive(shared.empty_dout());
       }
       store(own);

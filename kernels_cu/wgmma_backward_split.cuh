@@ -97,8 +97,7 @@ struct Weigher : KeyOwner {
       }
       const KeyTile again = key_tile(a, read(shared.ticket(k_slot)));  // so that it need not be kept
       store_dv(again, first_key(again) + own_key(), dv);
-      __syncwarp();  // all lanes have read what lies beside K
-      arrive(shared.empty_k(k_slot));
+      mbarrier_arrive(shared.empty_k(k_slot));
       k_ring.advance();
     }
   }
@@ -214,8 +213,7 @@ struct Differentiator : KeyOwner {
       }
       const KeyTile again = key_tile(a, read(shared.ticket(k_slot)));  // so that it need not be kept
       store_dk(again, first_key(again) + own_key(), dk, kHalf ? 1 / (kWeightUnit * unit) : 1);
-      __syncwarp();  // all lanes have read what lies beside K
-      arrive(shared.empty_k(k_slot));
+      mbarrier_arrive(shared.empty_k(k_slot));
       k_ring.advance();
     }
   }

@@ -12,7 +12,7 @@ import pytest
 from cuflash.arrays import DTYPE_OF
 from cuflash.device import known_device
 from cuflash.tuning import checks, worker
-from cuflash.tuning.measure import GpuBackend, MeasureError
+from cuflash.tuning.measure import GpuBackend, MeasureError, Measurement, together
 from cuflash.tuning.processes import Died, Machine, Worker
 from cuflash.tuning.space import Space
 from cuflash.tuning.workload import Workload
@@ -177,6 +177,26 @@ def test_finals_time_everyone_as_often(faults, machine):
     assert [m.point for m in found] == list(space.points[1:])
     assert {len(m.times) for m in found} == {9}
     assert {len(m.anchor_times) for m in found} == {9}
+
+
+def test_luck_in_one_place_of_memory_decides_no_finals(faults, machine):
+    faults(b16="lucky")
+    space = space_of(16, 32)
+    lucky, other = GpuBackend(machine, WORKLOAD, space).finals(space.points[1:], 9)
+    assert min(lucky.times) == pytest.approx(0.5)
+    assert lucky.ratio == pytest.approx(1.016 / 1.064)
+    assert other.ratio == pytest.approx(1.032 / 1.064)
+
+
+def test_parts_of_finals_are_put_in_one_measure():
+    slow = Measurement((), "ok", 0.9, [1.8, 1.82, 1.78], [2.0, 2.02, 1.98])
+    fast = Measurement((), "ok", 0.9, [0.9, 0.91, 0.89], [1.0, 1.01, 0.99])
+    whole = together([slow, fast, fast])
+    assert whole.ratio == pytest.approx(0.9)
+    assert whole.times[:3] == pytest.approx(fast.times)
+    assert len(whole.times) == len(whole.anchor_times) == 9
+    failed = Measurement((), "hang", error="no answer")
+    assert together([slow, failed, fast]) == failed
 
 
 def test_what_was_not_begun_is_not_compiled_after_abandon(faults):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 BATCH = 16  # candidates that are timed in turn with one anchor
 ROUNDS = 5
+PLACES = 3  # of the arrays in memory, in which finals are run
 GIVE_UP = 3.0  # times the anchor's time: a slower candidate is run once
 SLOWEST_FLOPS = 2e12  # a kernel that is slower than this hangs,
 HANG_SECONDS = 3.0  # if it takes as much longer
@@ -91,6 +92,22 @@ class Backend(Protocol):
 
     def now(self) -> float:
         """Seconds on a clock."""
+
+
+def together(parts: Sequence[Measurement]) -> Measurement:
+    """One measurement of several that were made one after the other, each in the measure of its anchor.
+
+    One that could not be used makes the whole useless.
+    """
+    for part in parts:
+        if part.status != "ok":
+            return part
+    anchors = [statistics.median(part.anchor_times) for part in parts]
+    scale = [statistics.median(anchors) / anchor for anchor in anchors]
+    times = [ms * factor for part, factor in zip(parts, scale, strict=True) for ms in part.times]
+    anchor_times = [ms * factor for part, factor in zip(parts, scale, strict=True) for ms in part.anchor_times]
+    ratio = statistics.median(times) / statistics.median(anchor_times)
+    return parts[0]._replace(ratio=ratio, times=times, anchor_times=anchor_times)
 
 
 class Attempt(NamedTuple):
@@ -165,12 +182,13 @@ class GpuBackend:
         return found
 
     def finals(self, points: Sequence[Point], rounds: int) -> list[Measurement]:
-        """Time `points` and the default in turn."""
+        """Time `points` and the default in turn, a part of the rounds with the arrays in each of several places."""
         for future in [
             self._machine.compile(self._workload, self._space.config(p), self._architecture) for p in points
         ]:
             future.result()
-        return self._measure(points, rounds, None)
+        places = [self._measure(points, -(-rounds // PLACES), None, place) for place in range(PLACES)]
+        return [together(of_point) for of_point in zip(*places, strict=True)]
 
     def abandon(self) -> None:
         """Forget those on their way, and do not compile those that no compiler has begun with."""
@@ -189,7 +207,9 @@ class GpuBackend:
     def _compile(self, point: Point) -> Future[Compiled]:
         return self._machine.compile(self._workload, self._space.config(point), self._architecture)
 
-    def _measure(self, points: Sequence[Point], rounds: int, give_up: float | None) -> list[Measurement]:
+    def _measure(
+        self, points: Sequence[Point], rounds: int, give_up: float | None, place: int = 0
+    ) -> list[Measurement]:
         """Measure each of `points` or find out why that cannot be done, whatever happens to the process."""
         for future in self._prepare():
             future.result()
@@ -198,7 +218,7 @@ class GpuBackend:
         while left := [point for point in points if point not in found]:
             trial = _Trial(left)
             try:
-                for message in self._machine.gpu.ask(self._request(left, rounds, give_up), self._silence()):
+                for message in self._machine.gpu.ask(self._request(left, rounds, give_up, place), self._silence()):
                     trial.read(message)
             except Died as death:
                 culprit = trial.blame(death)
@@ -220,7 +240,7 @@ class GpuBackend:
             found[default] = as_anchor(found[default])
         return [found[point] for point in points]
 
-    def _request(self, points: Sequence[Point], rounds: int, give_up: float | None) -> dict[str, Any]:
+    def _request(self, points: Sequence[Point], rounds: int, give_up: float | None, place: int) -> dict[str, Any]:
         request: dict[str, Any] = {
             "do": "measure",
             "workload": self._workload.as_json(),
@@ -228,6 +248,7 @@ class GpuBackend:
             "candidates": [as_document(self._space.config(point)) for point in points],
             "rounds": rounds,
             "hang_seconds": self._hang_seconds,
+            "place": place,
         }
         if self._forward is not None:
             request["forward"] = as_document(self._forward)

@@ -45,6 +45,7 @@ from cuflash.winner import GpuConfig, config_from_json
 LOST = 4  # exit code where the GPU's context can no longer be used
 COMPILER_NICENESS = 10
 POLL_SECONDS = 50e-6
+PLACE_BYTES = 38 << 20  # from one place of the arrays to the next
 SCRATCH_BYTES = 1 << 30  # written between runs: more than any L2 holds, and time enough to queue the next launch
 
 COMPARE = r"""
@@ -157,6 +158,8 @@ class Gpu:
         """Start with no workload."""
         self._small: Call | None = None
         self._full: Call | None = None
+        self._place = 0
+        self._before: Any = None  # memory that keeps the arrays from an earlier place
         self._reference: dict[str, Any] = {}
         self._errors: dict[str, NDArray[Any]] | None = None
         self._verdicts: dict[GpuConfig, str | None] = {}
@@ -217,12 +220,18 @@ class Gpu:
 
     # candidates
 
-    def load(self, workload: Workload, forward: GpuConfig | None = None) -> None:
-        """Make the arrays of `workload`, and forget those of the one before. Gradients need O and LSE by `forward`."""
-        if self._full is None or self._full.workload != workload:
+    def load(self, workload: Workload, forward: GpuConfig | None = None, place: int = 0) -> None:
+        """Make the arrays of `workload`, and forget those of the one before. Gradients need O and LSE by `forward`.
+
+        Where arrays lie decides in which parts of the L2 cache and of the memory they meet: `place` numbers places.
+        """
+        if self._full is None or self._full.workload != workload or self._place != place:
             self._full = None
             self._reference = {}
+            self._before = None
             self.release()
+            self._place = place
+            self._before = self.allocate(place * PLACE_BYTES) if place else None
             small = workload.ragged()
             if self._small is None or self._small.workload != small:
                 self._small = self._call(small, 1, forward)
@@ -341,7 +350,8 @@ def measure(gpu: Gpu, request: Message) -> Iterator[Message]:
     gpu.hang_seconds = float(request["hang_seconds"])
     workload = Workload.from_json(request["workload"])
     forward = request.get("forward")
-    gpu.load(workload, forward and read_config(workload._replace(backward=False), forward))
+    of_forward = forward and read_config(workload._replace(backward=False), forward)
+    gpu.load(workload, of_forward, request.get("place", 0))
     runs: list[Run] = []
     for number, document in enumerate([request["anchor"], *request["candidates"]]):
         yield {"begin": number}
