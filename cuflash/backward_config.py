@@ -243,7 +243,8 @@ class BackwardWgmmaConfig:
     """Tiles of the Hopper family, `wgmma` and TMA, backward.
 
     A block owns `b_c` keys and walks over tiles of `b_r` query rows. Of four warpgroups one asks for copies, one
-    multiplies dS and K, and two are consumers. With 64 keys dQ has a kernel of its own, whose blocks own 128 rows.
+    multiplies dS and K, and two are consumers. With 64 keys there are three, for dQ has a kernel of its own, whose
+    blocks own 128 rows.
 
     Attributes
     ----------
@@ -268,7 +269,7 @@ class BackwardWgmmaConfig:
 
     family: ClassVar[str] = "wgmma"
     consumers: ClassVar[int] = 2
-    row_stages: ClassVar[int] = 2  # of Q, dO and dS
+    row_stages: ClassVar[int] = 2  # of Q and dO, and of dS where it is in shared memory
     threads: ClassVar[int] = 512  # of the row statistics
 
     def __post_init__(self) -> None:

@@ -86,7 +86,7 @@ class Variant:
             "kSoftcap": spec.softcap,
             "kMask": spec.mask,
             "kBias": spec.bias is not None,
-            "kBiasOfKeys": spec.bias_of_keys,
+            "kBiasOfKeys": spec.bias_of_keys and self.kernel == "forward_wgmma",  # to others it is a bias
             "kQLengths": spec.q_lengths,
             "kKvLengths": spec.kv_lengths,
             "kAligned": spec.aligned,

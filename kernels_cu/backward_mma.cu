@@ -153,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) backward_mma_
 
   // Main loop: for each Q_i, dO_i, and once more for the last dQ. Half of the warps compute dQ first, the others last, so that one warp's
   // exponentials run under another's products.
-  const bool is_early = threadIdx.x < kThreads / 2;
+  const bool is_early = threadIdx.x < kWarps / 2 * 32;
 #pragma unroll 1
   for (i32 step = 0;; ++step, now = now.after(p.group)) {
     if (kStages == 1 && step > 0) {

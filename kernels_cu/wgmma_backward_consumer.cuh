@@ -2,7 +2,7 @@
 #pragma once
 
 constexpr i32 kMeetBarrier = 1;  // the first named barrier; one for each consumer, and one for dQ
-constexpr i32 kFirstConsumer = kSplit ? 1 : 2;  // warpgroup; before it, one that copies, and one that multiplies dS and K
+constexpr i32 kFirstConsumer = kSplit ? 1 : 2;  // warpgroup; before it, one that copies, and, if it is here, one for dS K
 
 // What stands beside a tile of K, in a form that the compiler knows to be the same in all lanes. Where lane 0 alone did the reading, NVRTC
 // 13.0 kept every address of the kernel in each lane.

@@ -8,7 +8,7 @@
 // what comes into them once both consumers came to step j.
 #pragma once
 
-constexpr u32 kWriterWarps = kSplit ? 4 : 4 * kConsumers;  // that make dS^T, and read V
+constexpr u32 kWriterWarps = kSplit ? 4 : 4 * kConsumers;  // that read V, and make dS^T if it goes through shared memory
 
 struct Weigher : KeyOwner {
   Ring<kKStages> k_ring;

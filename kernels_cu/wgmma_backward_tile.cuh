@@ -1,5 +1,5 @@
 // The tiles of backward_wgmma, and its products. A consumer warpgroup owns 64 keys of a tile; or the tile has only 64 keys and both own
-// them, one for dV and one for dK: registers have room for that up to 256 columns. The sums of dQ are another warpgroup's.
+// them, one for dV and one for dK: registers have room for that up to 256 columns. dQ is another warpgroup's, or another kernel's.
 #pragma once
 
 constexpr i32 kKeysOfConsumer = kWarpgroupRows;
@@ -34,7 +34,7 @@ template <i32 kColumns> __device__ __forceinline__ void issue_keys_by_rows(float
     wgmma_ss<kBr>(s, a + in_units(Keys::column_step(step)), b + in_units(Rows::column_step(step)), true);
   wgmma_commit_group();
 }
-// dV += P^T dO and dK += dS^T Q. There are not the registers for an instruction of more than 128 columns: at first, a thread of 512 has 128.
+// dV += P^T dO and dK += dS^T Q. An instruction is of 128 columns at most, for which a thread has the registers in any block.
 constexpr i32 kMostColumns = 128;
 template <i32 kColumns>
 __device__ __forceinline__ void issue_weights_by_rows(float (&sum)[kColumns / 2], const u32 (&weights)[kPRegisters], u32 rows) {

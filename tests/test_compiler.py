@@ -92,8 +92,15 @@ def test_the_header_declares_every_constant():
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Spec)])
 def test_every_field_of_a_spec_is_compiled_in(field):
     other = {"dtype": "float64", "d": 128, "d_v": 128, "bias": "float32"}.get(field, not getattr(SPEC, field))
-    changed = dataclasses.replace(VARIANT, spec=dataclasses.replace(SPEC, **{field: other}))
-    assert changed.header() != VARIANT.header()
+    variant = dataclasses.replace(VARIANT, kernel="forward_wgmma")
+    changed = dataclasses.replace(variant, spec=dataclasses.replace(SPEC, **{field: other}))
+    assert changed.header() != variant.header()
+
+
+def test_that_a_bias_is_one_of_keys_is_compiled_into_the_kernel_alone_that_makes_use_of_it():
+    of_keys = dataclasses.replace(VARIANT, spec=dataclasses.replace(SPEC, bias="float32", bias_of_keys=True))
+    of_rows = dataclasses.replace(VARIANT, spec=dataclasses.replace(SPEC, bias="float32"))
+    assert of_keys.header() == of_rows.header()
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(SimtConfig)])

@@ -40,6 +40,7 @@ TURING = BackwardMmaConfig(32, 32, 2, 1, stages=1, mma_k=8, async_copy=False, ve
 MANY_CONFIGS = (
     TURING,
     BackwardMmaConfig(b_r=64, b_c=64, warps=8, key_warps=2),
+    BackwardMmaConfig(b_r=32, b_c=32, warps=1, key_warps=1),
     BackwardMmaConfig(b_r=128, b_c=32, warps=4, key_warps=2, stages=1),
 )
 BY_ID = {case.id: case for case in CASES}

@@ -448,6 +448,7 @@ def test_presets_are_the_default():
     [
         ("--preset llm --heads 8 --seqlen 8 --head-dim 8", "preset and shapes"),
         ("--heads 8", "shapes need --seqlen and --head-dim too"),
+        ("--heads 8 --seqlen 8 --head-dim 8 --bias-of-keys", "give --bias too"),
         ("--causal", "need --heads"),
         ("--like q.npy k.npy v.npy --batch 4", "--like reads it from the files"),
         ("--replay sweep.json.gz --backward", "a replay is of what was recorded"),

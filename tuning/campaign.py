@@ -248,7 +248,10 @@ def only_tuner_of(gpu: int) -> Iterator[None]:
         return
     import fcntl
 
-    path = Path(tempfile.gettempdir(), f"cuflash-{os.geteuid()}-gpu-{name_of(gpu)}.lock")
+    path = Path(
+        tempfile.gettempdir(),
+        f"cuflash-{os.geteuid()}-gpu-{name_of(gpu, os.environ.get('CUDA_VISIBLE_DEVICES', ''))}.lock",
+    )
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         try:
@@ -260,19 +263,18 @@ def only_tuner_of(gpu: int) -> Iterator[None]:
         os.close(descriptor)
 
 
-def name_of(gpu: int) -> str:
-    """What the driver calls the GPU that CUDA numbers `gpu` in this process: its own number, or a UUID.
+def name_of(gpu: int, visible_devices: str) -> str:
+    """How the GPU that CUDA numbers `gpu` is named where CUDA_VISIBLE_DEVICES says which a process sees.
+
+    That is a number or a UUID. Two processes that name one GPU in both ways do not know of each other.
 
     Examples
     --------
-    >>> import os
     >>> from cuflash.tuning.campaign import name_of
-    >>> os.environ["CUDA_VISIBLE_DEVICES"] = "3,5"
-    >>> name_of(1)
-    '5'
-    >>> del os.environ["CUDA_VISIBLE_DEVICES"]
+    >>> name_of(1, "3,5"), name_of(1, "")
+    ('5', '1')
     """
-    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    visible = [name.strip() for name in visible_devices.split(",")]
     name = visible[gpu] if gpu < len(visible) and visible[gpu] else str(gpu)
     return re.sub(r"[^\w-]", "_", name)
 

@@ -94,6 +94,8 @@ def _calls_of(options: argparse.Namespace) -> list[Workload]:
         raise ValueError(f"give a preset, files, sweeps or shapes, got {' and '.join(given)}")
     features: dict[str, Any] = {name: getattr(options, name) for name in ("causal", "softcap", "mask", "bias")}
     features |= {name: getattr(options, name) for name in ("bias_of_keys", "q_lengths", "kv_lengths")}
+    if options.bias_of_keys and not options.bias:
+        raise ValueError("--bias-of-keys says what a bias is like; give --bias too")
     features["aligned"] = not options.unaligned
     features["window"] = None if options.window is None else tuple(options.window)
     if options.like and options.batch:
