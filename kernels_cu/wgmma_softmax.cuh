@@ -147,7 +147,7 @@ struct Rows {
 
   // As long as c m is small, it is subtracted by the FFMA that multiplies by c; else m is, before.
   static __device__ __forceinline__ bool is_near(float m, float c) { return fabsf(m * c) < kFar; }
-  static __device__ __forceinline__ float offset(float m, float c) { return is_near(m, c) ? m * c : 0; }
+  static __device__ __forceinline__ float offset(float m, float c) { return is_near(m, c) ? __fmul_rn(m, c) : 0; }
   static __device__ __forceinline__ float shift(float m, float c) { return is_near(m, c) || m == -kInfinity ? 0 : m; }
 
   // A far reference is no guess that is worth trusting.
