@@ -203,7 +203,6 @@ __device__ __forceinline__ void multiply_ds_k(const BackwardWgmmaParams& a, cons
       const float unit = unit_for(sizes);
       shared.unit(k_slot) = unit;  // the same of all threads
       shared.per_unit(k_slot) = 1 / (kWeightUnit * unit);
-      __syncwarp();
     }
     if constexpr (kHalf) {
       mbarrier_arrive(shared.full_unit(k_slot));
@@ -239,7 +238,7 @@ __device__ __forceinline__ void multiply_ds_k(const BackwardWgmmaParams& a, cons
         mbarrier_arrive_if(shared.full_dq(dq_slot), lane == 0);
       }
     }
-    mbarrier_arrive(shared.empty_k(k_slot));  // each for itself, which has read what lies beside K
+    mbarrier_arrive(shared.empty_k(k_slot));  // each thread for itself: it has read what lies beside K
   }
 }
 

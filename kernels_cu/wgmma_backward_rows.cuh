@@ -17,7 +17,7 @@ struct RowShared {
   __device__ __forceinline__ u32 k(i32 slot) const { return address + kK + slot * KTile::kBytes; }
   __device__ __forceinline__ u32 v() const { return address + kV; }
 
-  // Full: it is there. Empty: every warp that reads it is done. With Q comes the ticket.
+  // Full: it is there. Empty: all who read it are done. With Q comes the ticket.
   __device__ __forceinline__ u32 full_q() const { return barrier(0); }
   __device__ __forceinline__ u32 empty_q() const { return barrier(1); }
   __device__ __forceinline__ u32 full_dout() const { return barrier(2); }
@@ -209,7 +209,7 @@ struct RowOwner {
     wgmma_wait_group<1>();
     pin(s);
     const bool is_last = tile == own.keys.end - 1;
-    mbarrier_arrive_if(shared.empty_q(), is_last);  // each thread for itself, which has read the ticket
+    mbarrier_arrive_if(shared.empty_q(), is_last);  // each thread for itself: it has read the ticket
     const bool whole = keys.whole(tile) && row0 + kWarpgroupRows <= visibility(a.p, own.batch, 0).query_length;
     if (whole)
       weigh_scores<false>(own, tile);

@@ -1,5 +1,5 @@
 // Shared memory of a block of backward_wgmma: tiles, and the barriers that pass them on. Full: what was asked for, or computed, is there.
-// Empty: every warp that reads it is done.
+// Empty: all who read it are done.
 //
 // A wait that names a phase by its parity must not sleep through the next phase. Whoever waits for "full" of a slot says "empty" after that,
 // and only then is the slot filled again; who fills slots waits for "empty" each time. Three are otherwise: full_unit has no "empty", but

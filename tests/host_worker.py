@@ -63,7 +63,7 @@ class HostGpu(worker.Gpu):
 
     def time_in_turn(self, runs):
         for run in runs:
-            if run.launch.fault == "hang later":
+            if run.launch.fault == "hang later" or (run.launch.fault == "hang elsewhere" and self._place == 1):
                 worker.emit({"hung": run.number})
                 raise worker.Hung
         lucky = {run.number for run in runs if run.launch.fault == "lucky" and self._place == 0}

@@ -4,10 +4,12 @@ import json
 import signal
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
+from host_worker import HostGpu
 
 from cuflash.arrays import DTYPE_OF
 from cuflash.device import known_device
@@ -186,6 +188,52 @@ def test_luck_in_one_place_of_memory_decides_no_finals(faults, machine):
     assert min(lucky.times) == pytest.approx(0.5)
     assert lucky.ratio == pytest.approx(1.016 / 1.064)
     assert other.ratio == pytest.approx(1.032 / 1.064)
+
+
+def test_a_finalist_that_fails_in_one_place_of_memory_is_not_run_in_the_next(faults, machine):
+    faults(b16="hang elsewhere", b48="wrong")
+    space = space_of(16, 32, 48)
+    asked = []
+    real = machine.gpu.ask
+    machine.gpu.ask = lambda request, silence: asked.append(request) or real(request, silence)
+    hung, good, wrong = GpuBackend(machine, WORKLOAD, space).finals(space.points[1:], 9)
+    assert [m.status for m in (hung, good, wrong)] == ["hang", "ok", "wrong"]
+    assert good.ratio == pytest.approx(1.032 / 1.064)
+    assert len(good.times) == len(good.anchor_times) == 9
+    runs = [(request["place"], len(request["candidates"])) for request in asked if request["do"] == "measure"]
+    assert runs == [(0, 3), (1, 2), (1, 1), (2, 1)]
+
+
+def test_the_default_among_finalists_is_what_it_is_compared_with(faults, machine):
+    faults()
+    space = space_of(16)
+    default, other = GpuBackend(machine, WORKLOAD, space).finals(space.points, 10)
+    assert default.ratio == 1.0
+    assert default.times == default.anchor_times == other.anchor_times
+    assert len(default.times) == 12  # as many in each place
+
+
+def test_arrays_leave_one_place_of_memory_before_they_are_made_in_the_next():
+    class Counting(HostGpu):
+        held = most = 0
+
+        def allocate(self, size):
+            memory = super().allocate(size)
+            self.held += size
+            self.most = max(self.most, self.held)
+            weakref.finalize(memory, self.forget, size)
+            return memory
+
+        def forget(self, size):
+            self.held -= size
+
+    gpu = Counting(0)
+    held = []
+    for place in (0, 2, 2, 1, 0):
+        gpu.load(WORKLOAD, place=place)
+        held.append(gpu.held)
+    assert [size - held[0] for size in held] == [place * worker.PLACE_BYTES for place in (0, 2, 2, 1, 0)]
+    assert gpu.most == held[1]
 
 
 def test_parts_of_finals_are_put_in_one_measure():

@@ -85,7 +85,7 @@ class Backend(Protocol):
         """Wait a moment for what came of those on their way, and return it."""
 
     def finals(self, points: Sequence[Point], rounds: int) -> list[Measurement]:
-        """Time `points` and the default in turn, `rounds` times each."""
+        """Time `points` and the default in turn, at least `rounds` times each."""
 
     def abandon(self) -> None:
         """Forget those on their way."""
@@ -182,13 +182,20 @@ class GpuBackend:
         return found
 
     def finals(self, points: Sequence[Point], rounds: int) -> list[Measurement]:
-        """Time `points` and the default in turn, a part of the rounds with the arrays in each of several places."""
+        """Time `points` and the default in turn, a part of the rounds with the arrays in each of several places.
+
+        A point that fails in one place is not run in the next.
+        """
         for future in [
             self._machine.compile(self._workload, self._space.config(p), self._architecture) for p in points
         ]:
             future.result()
-        places = [self._measure(points, -(-rounds // PLACES), None, place) for place in range(PLACES)]
-        return [together(of_point) for of_point in zip(*places, strict=True)]
+        parts: dict[Point, list[Measurement]] = {point: [] for point in points}
+        for place in range(PLACES):
+            usable = [point for point, own in parts.items() if all(part.status == "ok" for part in own)]
+            for point, part in zip(usable, self._measure(usable, -(-rounds // PLACES), None, place), strict=True):
+                parts[point].append(part)
+        return [together(parts[point]) for point in points]
 
     def abandon(self) -> None:
         """Forget those on their way, and do not compile those that no compiler has begun with."""

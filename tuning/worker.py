@@ -351,7 +351,7 @@ def measure(gpu: Gpu, request: Message) -> Iterator[Message]:
     workload = Workload.from_json(request["workload"])
     forward = request.get("forward")
     of_forward = forward and read_config(workload._replace(backward=False), forward)
-    gpu.load(workload, of_forward, request.get("place", 0))
+    gpu.load(workload, of_forward, request["place"])
     runs: list[Run] = []
     for number, document in enumerate([request["anchor"], *request["candidates"]]):
         yield {"begin": number}

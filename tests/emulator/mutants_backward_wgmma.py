@@ -103,8 +103,8 @@ MUTANTS = [
     ),
     Mutant(
         "k-released-by-consumers-only",
-        *(KERNEL, "    mbarrier_arrive_if(shared.empty_k(k_slot), lane == 0);\n", "", ("groups",)),
-        also=(("(kSplit ? 0 : kWarps + 1)", "1"),),
+        *(KERNEL, "    mbarrier_arrive(shared.empty_k(k_slot));  // each", "    // each", ("groups",)),
+        also=(("(kSplit ? 0 : kWarpgroup + 1)", "1"),),
     ),
     Mutant("dp-not-waited-for", KERNEL, WAIT_FOR_DP, "", ("plain",)),
     Mutant(
@@ -242,8 +242,8 @@ MUTANTS = [
     Mutant(
         "q-of-rows-released-too-early",
         ROWS,
-        "lane() == 0 && is_last);\n    const bool",
-        "lane() == 0);\n    const bool",
+        "mbarrier_arrive_if(shared.empty_q(), is_last);",
+        "mbarrier_arrive(shared.empty_q());",
         ("split",),
     ),
     Mutant(
