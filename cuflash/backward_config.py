@@ -335,7 +335,8 @@ class BackwardWgmmaConfig:
         pieces = self.dq_stages * self.piece_floats(spec) * FLOAT_BYTES
         handed_on = self.b_r * self.b_c * FLOAT_BYTES if self.splits_products else ds + pieces
         barriers = 8 * (3 * self.k_stages + 2 + 6 * self.row_stages + 2 * self.dq_stages + 2 + self.row_stages)
-        return keys + rows + handed_on + barriers + 4 * (3 * self.k_stages + 12) + SWIZZLE_BYTES
+        beside_k = -(-(barriers + 4 * 3 * self.k_stages) // 16) * 16
+        return keys + rows + handed_on + beside_k + 12 * FLOAT_BYTES + SWIZZLE_BYTES
 
     def row_shared_bytes(self, spec: Spec) -> int:
         """The same of a block that owns rows, as in wgmma_backward_rows.cuh; 0 where it only adds up."""
@@ -343,7 +344,7 @@ class BackwardWgmmaConfig:
             return 0
         qk, v = (-(-d // PANEL_COLUMNS) * PANEL_COLUMNS * ITEM_BYTES[spec.dtype] for d in (spec.d, spec.d_v))
         tiles = self.owned_rows * (qk + v) + self.b_c * (2 * qk + v)
-        return tiles + 8 * (6 + 2 * 2) + 8 + self.consumers * 12 * FLOAT_BYTES + SWIZZLE_BYTES
+        return tiles + 8 * (6 + 2 * 2) + 16 + self.consumers * 12 * FLOAT_BYTES + SWIZZLE_BYTES
 
     def registers(self, spec: Spec) -> int:
         """The registers that dK, dV, S or dP, P and dS take, a consumer's thread: a lower bound."""

@@ -266,10 +266,12 @@ struct Consumer : KeyOwner {
   }
   __device__ __forceinline__ void weigh_scores(i32 slot, const KeyTile& of, const Walk& walk) {
     const float* const lse = &shared.at<float>(shared.lse(slot)) + 4 * (lane() % 4);
-    if (is_whole(of, walk.row_tile))
+    if (is_whole(of, walk.row_tile)) {
       weigh_scores<false>(lse, of, walk);
-    else
+    } else {
       weigh_scores<true>(lse, of, walk);
+      p.cut_off_of(s);
+    }
   }
 
   // dP^T and dV, then S^T of the next rows and dK; of the last rows there are no next ones.
@@ -313,7 +315,6 @@ struct Consumer : KeyOwner {
       wgmma_wait_group<1>();
       pin(s);
       weigh_scores(next, of, walk);
-      p.cut_off_of(s);
     }
     wgmma_wait_group<0>();
     pin(dk);
@@ -353,7 +354,6 @@ struct Consumer : KeyOwner {
         wgmma_wait_group<0>();
         pin(s);
         weigh_scores(slot, of, walk);
-        p.cut_off_of(s);
         p.round(s);
         mbarrier_wait(shared.full_v(), v_parity);
         clear_keys<VTile>(shared.v(), of);

@@ -249,7 +249,6 @@ struct Consumer {
   __device__ __forceinline__ bool next_rows() {
     mbarrier_wait(shared.full_q(q_ring.slot, warpgroup), q_ring.parity);
     const RowWork next = *shared.row_work(q_ring.slot, warpgroup);
-    __syncwarp();  // all lanes have read it before one of them releases it
     if (next.rows.row0 == kNoRows) return false;
     work = next;
     work.rows.row0 += 16 * warp + lane / 4;
@@ -316,7 +315,7 @@ struct Consumer {
     wgmma_wait_group<kPending ? 1 : 0>();
     pin(s);
     arrive(shared.empty_k(k_ring.slot));
-    mbarrier_arrive_if(shared.empty_q(q_ring.slot, warpgroup), lane == 0 && j == work.tiles.first);
+    mbarrier_arrive_if(shared.empty_q(q_ring.slot, warpgroup), j == work.tiles.first);  // each for itself, which has read of its rows
     finish_scores_of_tile<kMayBeCut>(s, 0, j, bias_ring.slot);
     float offset[2] = {rows.m[0] * c, rows.m[1] * c}, factor[2];
     bool raised = false;
@@ -456,7 +455,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) forward_wgmma(const __
   if (threadIdx.x == 0) {
     for (const TensorMap* map : {&a.q_map, &a.k_map, &a.v_map}) prefetch_tensormap(map);
     constexpr u32 kConsumerWarps = 4 * kConsumers;
-    constexpr u32 kBiasWarps = kBiasOfKeys ? 1 : 0, kBiasThreads = 32 * kBiasWarps;
+    constexpr u32 kBiasWarps = kBiasOfKeys ? 1 : 0;
     for (i32 slot = 0; slot < kStages; ++slot) {
       mbarrier_init(shared.full_k(slot), 1 + kBiasWarps);
       mbarrier_init(shared.full_v(slot), 1);
@@ -466,7 +465,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) forward_wgmma(const __
     for (i32 slot = 0; slot < kQStages; ++slot)
       for (i32 w = 0; w < kConsumers; ++w) {
         mbarrier_init(shared.full_q(slot, w), 1);
-        mbarrier_init(shared.empty_q(slot, w), w == 0 ? 4 + kBiasThreads : 4);
+        mbarrier_init(shared.empty_q(slot, w), kWarpgroup + (w == 0 ? 32 * kBiasWarps : 0));
       }
     fence_mbarrier_init();
   }

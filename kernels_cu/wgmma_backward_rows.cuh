@@ -37,7 +37,7 @@ struct RowShared {
   static constexpr i32 kV = kK + kRowKStages * KTile::kBytes;
   static constexpr i32 kBarriers = kV + VTile::kBytes;
   static constexpr i32 kTicket = kBarriers + (6 + 2 * kRowKStages) * 8;
-  static constexpr i32 kMaxima = kTicket + 8;
+  static constexpr i32 kMaxima = (kTicket + 4 + 15) / 16 * 16;  // read as vectors, of nothing else
   static constexpr i32 kBytes = kMaxima + kConsumers * 12 * 4;
 
  private:

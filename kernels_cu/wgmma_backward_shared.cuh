@@ -44,7 +44,7 @@ struct Shared {
   __device__ __forceinline__ u32 full_unit(i32 slot) const { return barrier(2 * kKStages + 2 + 6 * kSlots + 2 * kDqStages + slot); }
   __device__ __forceinline__ float& unit(i32 slot) const { return reinterpret_cast<float*>(base + kUnits)[2 * slot]; }
   __device__ __forceinline__ float& per_unit(i32 slot) const { return reinterpret_cast<float*>(base + kUnits)[2 * slot + 1]; }
-  __device__ __forceinline__ float* maxima() const { return reinterpret_cast<float*>(base + kUnits) + 2 * kKStages; }
+  __device__ __forceinline__ float* maxima() const { return reinterpret_cast<float*>(base + kMaxima); }
 
   // Where consumers share out the products: P^T, or its product with the slopes, from the one that makes it to the one that needs it for
   // dS^T. The registers 2 i and 2 i + 1 of thread t of the one are those of thread t of the other, at place 128 i + t.
@@ -71,7 +71,8 @@ struct Shared {
   static constexpr i32 kBarriersBeforeP = 3 * kKStages + 2 + 6 * kSlots + 2 * kDqStages;
   static constexpr i32 kTickets = kBarriers + (kBarriersBeforeP + 2 + kSlots) * kBarrierBytes;
   static constexpr i32 kUnits = kTickets + kKStages * 4;
-  static constexpr i32 kBytes = kUnits + (2 * kKStages + 3 * 4) * 4;
+  static constexpr i32 kMaxima = (kUnits + 2 * kKStages * 4 + 15) / 16 * 16;  // read as vectors, of nothing else
+  static constexpr i32 kBytes = kMaxima + 3 * 4 * 4;
 
  private:
   __device__ __forceinline__ u32 barrier(i32 number) const { return address + kBarriers + number * kBarrierBytes; }

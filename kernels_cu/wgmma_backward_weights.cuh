@@ -41,9 +41,10 @@ struct Weights {
     }
     pin(cut_off);  // done now, while products run
   }
-  // The weights of registers 2i and 2i + 1
-  __device__ __forceinline__ Vector<float, 2> of_pair(i32 i) const {
+  // The weights of registers 2i and 2i + 1, rounded or not
+  template <bool kExact> __device__ __forceinline__ Vector<float, 2> of_pair(i32 i) const {
     const Vector<float, 2> near = unpack2(rounded[i]);
+    if (!kExact) return near;
     const u32 bytes = i % 4 < 2 ? cut_off[i / 4] : cut_off[i / 4] << 4;
     Vector<float, 2> p;
 #pragma unroll
@@ -127,7 +128,7 @@ __device__ __forceinline__ void differentiate(float (&dp)[kSRegisters], const We
     const float shift[2] = {of_two_blocks.x[2 * (b % 2)] * unit, of_two_blocks.x[2 * (b % 2) + 1] * unit};
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
-      const Vector<float, 2> p = weights.of_pair(2 * b + r);
+      const Vector<float, 2> p = weights.of_pair<kMasked>(2 * b + r);
       Vector<float, 2> slope;
       if constexpr (kSoftcap) slope = unpack2(slopes.x[2 * b + r]);
 #pragma unroll
