@@ -247,6 +247,11 @@ MUTANTS = [
         ("split",),
     ),
     Mutant(
+        "an-arrival-at-q-of-rows-is-not-waited-for",
+        *(KERNEL, "(shared.empty_q(), kWarpgroup * kConsumers)", "(shared.empty_q(), kWarpgroup * kConsumers - 1)"),
+        ("split",),
+    ),
+    Mutant(
         "dout-of-rows-not-waited-for",
         *(ROWS, "    if constexpr (kFirst) mbarrier_wait(shared.full_dout(), parity_of<1>(tiles));\n", "", ("split",)),
     ),

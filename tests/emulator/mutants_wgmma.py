@@ -228,7 +228,9 @@ MUTANTS = [
         "score.bias_at(0, key)",
         ("bias-of-keys",),
     ),
-    Mutant("rows-released-before-they-are-read", KERNEL, "4 + kBiasThreads : 4", "3 + kBiasThreads : 4", ("bias-of-keys",)),
+    Mutant(
+        "rows-released-before-they-are-read", KERNEL, "4 + kBiasThreads : 4", "3 + kBiasThreads : 4", ("bias-of-keys",)
+    ),
     Mutant(
         "lost-scores-with-the-next-bias",
         *(KERNEL, "(bias_ring.slot == 0 ? Shared::kBiasSlots : bias_ring.slot) - 1;", "bias_ring.slot;"),
