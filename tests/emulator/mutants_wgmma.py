@@ -88,8 +88,8 @@ MUTANTS = [
     Mutant(
         "q-released-before-its-last-use",
         KERNEL,
-        "lane == 0 && j == work.tiles.first",
-        "lane == 0 && j == work.tiles.first + 1",
+        "warpgroup), j == work.tiles.first)",
+        "warpgroup), j == work.tiles.first + 1)",
         ("plain",),
     ),
     Mutant(
@@ -229,7 +229,7 @@ MUTANTS = [
         ("bias-of-keys",),
     ),
     Mutant(
-        "rows-released-before-they-are-read", KERNEL, "4 + kBiasThreads : 4", "3 + kBiasThreads : 4", ("bias-of-keys",)
+        "rows-released-before-they-are-read", KERNEL, "32 * kBiasWarps : 0", "32 * kBiasWarps - 1 : 0", ("bias-of-keys",)
     ),
     Mutant(
         "lost-scores-with-the-next-bias",
