@@ -185,6 +185,9 @@ __device__ __forceinline__ void bulk_commit_group() { asm volatile("cp.async.bul
 template <i32 kPending> __device__ __forceinline__ void bulk_wait_group() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
+template <i32 kPending> __device__ __forceinline__ void bulk_wait_group_read() {  // until their shared memory has been read
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
 
 // What this thread did in shared memory comes before what TMA and wgmma will do there.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -1,5 +1,5 @@
 // The two consumers of a tile of 64 keys: the weigher makes P^T and sums up dV, the differentiator makes dS^T and sums up dK. P^T goes from
-// one to the other in shared memory, as it is in registers, in float. Of P^T, of the row statistics and of what lies beside K each thread says
+// one to the other in shared memory, as it is in registers: of a whole tile rounded, else in float (wgmma_backward_weights.cuh). Of P^T, of the row statistics and of what lies beside K each thread says
 // for itself that it is done with them: to the tools an arrival of one lane speaks for that lane alone.
 //
 // No wait can close a circle. Tiles of rows are asked for in the order Q 0, dO 0, Q 1, dO 1, ... Of step j, the weigher waits for Q j + 1,
@@ -26,9 +26,16 @@ struct Weigher : KeyOwner {
   }
   template <bool kMasked> __device__ __forceinline__ void weigh_scores(const float* lse, const KeyTile& of, const Walk& walk) {
     const i32 head = walk.head(a.p, of), row = walk.row_tile * kBr + 2 * (lane() % 4);
-    Vector<float, 2>* const to = shared.p() + thread_index_again() % kWarpgroup;
+    const u32 thread = thread_index_again() % kWarpgroup;
+    Vector<u32, 4> rounded;
     const auto keep = [&](i32 i, float first, float second) {
-      to[i * kWarpgroup] = {kSoftcap ? s[2 * i] * first : s[2 * i], kSoftcap ? s[2 * i + 1] * second : s[2 * i + 1]};
+      const Vector<float, 2> pair = {kSoftcap ? s[2 * i] * first : s[2 * i], kSoftcap ? s[2 * i + 1] * second : s[2 * i + 1]};
+      if (kMasked) {
+        shared.p()[i * kWarpgroup + thread] = pair;
+      } else {
+        rounded.x[i % 4] = pack2(pair.x[0], pair.x[1], Element{});
+        if (i % 4 == 3) shared.rounded_p()[i / 4 * kWarpgroup + thread] = rounded;
+      }
     };
     weigh<kMasked>(s, lse, scores(a.p, of.batch, head), visibility(a.p, of.batch, head), first_key(of) + own_key(), row, keep);
   }
@@ -133,14 +140,17 @@ struct Differentiator : KeyOwner {
   }
   // dS = P o (dP - delta), in place. Of pairs that are not seen nothing is multiplied: delta may be anything there.
   template <bool kMasked> __device__ __forceinline__ void differentiate_weighed(const float* delta) {
-    const Vector<float, 2>* const weights = shared.p() + thread_index_again() % kWarpgroup;
+    const u32 thread = thread_index_again() % kWarpgroup;
+    Vector<u32, 4> rounded;
 #pragma unroll
     for (i32 b = 0; b < kBr / kBlock; ++b) {
       const auto of_two_blocks = *reinterpret_cast<const Vector<float, 4>*>(delta + kBlock * (b - b % 2));
       const float shift[2] = {of_two_blocks.x[2 * (b % 2)] * unit, of_two_blocks.x[2 * (b % 2) + 1] * unit};
 #pragma unroll
       for (i32 r = 0; r < 2; ++r) {
-        const Vector<float, 2> p = weights[(2 * b + r) * kWarpgroup];
+        const i32 i = 2 * b + r;
+        if (!kMasked && i % 4 == 0) rounded = shared.rounded_p()[i / 4 * kWarpgroup + thread];
+        const Vector<float, 2> p = kMasked ? shared.p()[i * kWarpgroup + thread] : unpack2(rounded.x[i % 4]);
 #pragma unroll
         for (i32 e = 0; e < 2; ++e) {
           float& x = dp[4 * b + 2 * r + e];

@@ -21,9 +21,10 @@ __device__ __forceinline__ void pack(u32 (&packed)[kPRegisters], const float (&x
   for (i32 i = 0; i < kPRegisters; ++i) packed[i] = pack2(x[2 * i], x[2 * i + 1], Element{});
 }
 
-// P of a tile: rounded to Element, as dV takes it, and four more bits of what rounding cut off, so that dS has P as it was. There are no
-// registers for all of it. Of each eight numbers, those of the first four are the upper halves of four bytes, so that one instruction
-// takes them out, with those of the others behind them as noise.
+// P of a tile: rounded to Element, as dV takes it. In a whole tile dS takes it so, too: what rounding P and rounding dS do are as random and
+// as large as each other, and enough of them add up. A tile that is not whole may hold the only terms that a row or a key has: four more
+// bits of what rounding cut off let dS have P as it was there. There are no registers for all of it. Of each eight numbers, those of the
+// first four are the upper halves of four bytes, so that one instruction takes them out, with those of the others behind them as noise.
 struct Weights {
   u32 rounded[kPRegisters];
   u32 cut_off[kPRegisters / 4];  // signed, since rounding goes up or down
@@ -41,7 +42,7 @@ struct Weights {
     }
     pin(cut_off);  // done now, while products run
   }
-  // The weights of registers 2i and 2i + 1, rounded or not
+  // The weights of registers 2i and 2i + 1, as they were or rounded
   template <bool kExact> __device__ __forceinline__ Vector<float, 2> of_pair(i32 i) const {
     const Vector<float, 2> near = unpack2(rounded[i]);
     if (!kExact) return near;
