@@ -1,6 +1,7 @@
 // The two consumers of a tile of 64 keys: the weigher makes P^T and sums up dV, the differentiator makes dS^T and sums up dK. P^T goes from
-// one to the other in shared memory, as it is in registers: of a whole tile rounded, else in float (wgmma_backward_weights.cuh). Of P^T, of the row statistics and of what lies beside K each thread says
-// for itself that it is done with them: to the tools an arrival of one lane speaks for that lane alone.
+// one to the other in shared memory, as it is in registers: of a whole tile rounded, else in float (wgmma_backward_weights.cuh). Of P^T, of
+// the row statistics and of what lies beside K each thread says for itself that it is done with them: to the tools an arrival of one lane
+// speaks for that lane alone.
 //
 // No wait can close a circle. Tiles of rows are asked for in the order Q 0, dO 0, Q 1, dO 1, ... Of step j, the weigher waits for Q j + 1,
 // then for dO j; P j + 1 for P j to have been read. The differentiator waits for P j, then for dO j + 1, and releases Q j thereafter. So
