@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from cuflash.backward_config import (
     STATISTICS_LANES,
     STATISTICS_ROWS,
@@ -318,6 +320,14 @@ def wgmma_row_section(problem: BackwardProblem, config: BackwardWgmmaConfig, dev
     return -(-2 * device.multiprocessors // max(-(-problem.forward.n_q // config.owned_rows), 1))
 
 
+def wgmma_scale(problem: BackwardProblem) -> np.float32:
+    """What P's exponent takes q . k by, as `scores_of` in wgmma_backward_weights.cuh wants it."""
+    forward = problem.forward
+    in_log2 = forward.spec.dtype == "bfloat16"
+    with np.errstate(over="ignore"):
+        return np.float32(scale_log2(forward.scale, forward.spec) if in_log2 else forward.scale)
+
+
 def wgmma_part(problem: BackwardProblem, config: BackwardWgmmaConfig, device: DeviceInfo) -> Part:
     """The kernels of backward_wgmma.cu, and what they are told beyond the common parameters."""
     forward, spec = problem.forward, problem.spec
@@ -349,8 +359,9 @@ def wgmma_part(problem: BackwardProblem, config: BackwardWgmmaConfig, device: De
         launchable(stages),
         pack_blocks(problem, config.b_r, config.b_c),
         tail=struct.pack(
-            "<3i4x", tickets, wgmma_section(problem, config, device), wgmma_row_section(problem, config, device)
-        ),
+            "<3i", tickets, wgmma_section(problem, config, device), wgmma_row_section(problem, config, device)
+        )
+        + wgmma_scale(problem).tobytes(),
         maps=tuple(maps),
     )
 

@@ -40,6 +40,7 @@ struct BackwardWgmmaParams {
   i32 tickets;
   i32 section;      // heads of k and v that are worked on together, of each direction (wgmma_backward_order.cuh)
   i32 row_section;  // query heads that are worked on together (wgmma_backward_rows.cuh)
+  float scale;      // what P's exponent takes q . k by (wgmma_backward_weights.cuh): made of a double again in every step, it would be late
 };
 constexpr i32 kNoTicket = -1;
 
@@ -262,16 +263,15 @@ struct Consumer : KeyOwner {
   template <bool kMasked> __device__ __forceinline__ void weigh_scores(const float* lse, const KeyTile& of, const Walk& walk) {
     const i32 key = first_key(of) + own_key(), head = walk.head(a.p, of);
     const auto keep = [&](i32 i, float first, float second) { slopes.keep(i, first, second); };
-    weigh<kMasked>(s, lse, scores(a.p, of.batch, head), visibility(a.p, of.batch, head), key, walk.row_tile * kBr + 2 * (lane() % 4), keep);
+    weigh<kMasked>(s, lse, scores_of(a, of.batch, head), visibility(a.p, of.batch, head), key, walk.row_tile * kBr + 2 * (lane() % 4), keep);
   }
   __device__ __forceinline__ void weigh_scores(i32 slot, const KeyTile& of, const Walk& walk) {
     const float* const lse = &shared.at<float>(shared.lse(slot)) + 4 * (lane() % 4);
-    if (is_whole(of, walk.row_tile)) {
+    if (is_whole(of, walk.row_tile))
       weigh_scores<false>(lse, of, walk);
-    } else {
+    else
       weigh_scores<true>(lse, of, walk);
-      p.cut_off_of(s);
-    }
+    p.cut_off_of(s);
   }
 
   // dP^T and dV, then S^T of the next rows and dK; of the last rows there are no next ones.

@@ -149,7 +149,7 @@ struct RowOwner {
 
   // P, times the derivative of the score, in place of S
   template <bool kMasked> __device__ __forceinline__ void weigh_scores(const OwnedRows& own, i32 tile) {
-    const Scores score = scores(a.p, own.batch, own.head);
+    const Scores score = scores_of(a, own.batch, own.head);
     const Visibility see = visibility(a.p, own.batch, own.head);
     const i32 key0 = tile * kBc + 2 * (lane() % 4);
 #pragma unroll

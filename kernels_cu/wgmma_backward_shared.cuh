@@ -47,13 +47,11 @@ struct Shared {
   __device__ __forceinline__ float* maxima() const { return reinterpret_cast<float*>(base + kMaxima); }
 
   // Where consumers share out the products: P^T, or its product with the slopes, from the one that makes it to the one that needs it for
-  // dS^T. The registers 2 i and 2 i + 1 of thread t of the one are those of thread t of the other, at place 128 i + t; rounded, those from
-  // 8 i to 8 i + 7.
+  // dS^T. The registers 2 i and 2 i + 1 of thread t of the one are those of thread t of the other, at place 128 i + t.
   __device__ __forceinline__ u32 full_p() const { return barrier(kBarriersBeforeP); }
   __device__ __forceinline__ u32 empty_p() const { return barrier(kBarriersBeforeP + 1); }
   __device__ __forceinline__ u32 clean_dout(i32 slot) const { return barrier(kBarriersBeforeP + 2 + slot); }  // rows beyond a length have been cleared
   __device__ __forceinline__ Vector<float, 2>* p() const { return reinterpret_cast<Vector<float, 2>*>(base + kP); }
-  __device__ __forceinline__ Vector<u32, 4>* rounded_p() const { return reinterpret_cast<Vector<u32, 4>*>(base + kP); }
 
   // From an address to what lies there
   template <class T> __device__ __forceinline__ T& at(u32 place) const { return *reinterpret_cast<T*>(base + (place - address)); }

@@ -1,7 +1,6 @@
 // The two consumers of a tile of 64 keys: the weigher makes P^T and sums up dV, the differentiator makes dS^T and sums up dK. P^T goes from
-// one to the other in shared memory, as it is in registers: of a whole tile rounded, else in float (wgmma_backward_weights.cuh). Of P^T, of
-// the row statistics and of what lies beside K each thread says for itself that it is done with them: to the tools an arrival of one lane
-// speaks for that lane alone.
+// one to the other in shared memory, as it is in registers, in float. Of P^T, of the row statistics and of what lies beside K each thread says
+// for itself that it is done with them: to the tools an arrival of one lane speaks for that lane alone.
 //
 // No wait can close a circle. Tiles of rows are asked for in the order Q 0, dO 0, Q 1, dO 1, ... Of step j, the weigher waits for Q j + 1,
 // then for dO j; P j + 1 for P j to have been read. The differentiator waits for P j, then for dO j + 1, and releases Q j thereafter. So
@@ -27,18 +26,11 @@ struct Weigher : KeyOwner {
   }
   template <bool kMasked> __device__ __forceinline__ void weigh_scores(const float* lse, const KeyTile& of, const Walk& walk) {
     const i32 head = walk.head(a.p, of), row = walk.row_tile * kBr + 2 * (lane() % 4);
-    const u32 thread = thread_index_again() % kWarpgroup;
-    Vector<u32, 4> rounded;
+    Vector<float, 2>* const to = shared.p() + thread_index_again() % kWarpgroup;
     const auto keep = [&](i32 i, float first, float second) {
-      const Vector<float, 2> pair = {kSoftcap ? s[2 * i] * first : s[2 * i], kSoftcap ? s[2 * i + 1] * second : s[2 * i + 1]};
-      if (kMasked) {
-        shared.p()[i * kWarpgroup + thread] = pair;
-      } else {
-        rounded.x[i % 4] = pack2(pair.x[0], pair.x[1], Element{});
-        if (i % 4 == 3) shared.rounded_p()[i / 4 * kWarpgroup + thread] = rounded;
-      }
+      to[i * kWarpgroup] = {kSoftcap ? s[2 * i] * first : s[2 * i], kSoftcap ? s[2 * i + 1] * second : s[2 * i + 1]};
     };
-    weigh<kMasked>(s, lse, scores(a.p, of.batch, head), visibility(a.p, of.batch, head), first_key(of) + own_key(), row, keep);
+    weigh<kMasked>(s, lse, scores_of(a, of.batch, head), visibility(a.p, of.batch, head), first_key(of) + own_key(), row, keep);
   }
   // S^T of the rows whose Q is in `slot` becomes P^T, here and for the other.
   __device__ __forceinline__ void weigh_scores(i32 slot, const KeyTile& of, const Walk& walk) {
@@ -141,17 +133,14 @@ struct Differentiator : KeyOwner {
   }
   // dS = P o (dP - delta), in place. Of pairs that are not seen nothing is multiplied: delta may be anything there.
   template <bool kMasked> __device__ __forceinline__ void differentiate_weighed(const float* delta) {
-    const u32 thread = thread_index_again() % kWarpgroup;
-    Vector<u32, 4> rounded;
+    const Vector<float, 2>* const weights = shared.p() + thread_index_again() % kWarpgroup;
 #pragma unroll
     for (i32 b = 0; b < kBr / kBlock; ++b) {
       const auto of_two_blocks = *reinterpret_cast<const Vector<float, 4>*>(delta + kBlock * (b - b % 2));
       const float shift[2] = {of_two_blocks.x[2 * (b % 2)] * unit, of_two_blocks.x[2 * (b % 2) + 1] * unit};
 #pragma unroll
       for (i32 r = 0; r < 2; ++r) {
-        const i32 i = 2 * b + r;
-        if (!kMasked && i % 4 == 0) rounded = shared.rounded_p()[i / 4 * kWarpgroup + thread];
-        const Vector<float, 2> p = kMasked ? shared.p()[i * kWarpgroup + thread] : unpack2(rounded.x[i % 4]);
+        const Vector<float, 2> p = weights[(2 * b + r) * kWarpgroup];
 #pragma unroll
         for (i32 e = 0; e < 2; ++e) {
           float& x = dp[4 * b + 2 * r + e];

@@ -4,6 +4,13 @@
 constexpr bool kFolded = !kSoftcap && !kBias;
 constexpr bool kInLog2 = kFolded && !kHalf;  // where the log-sum-exp, in units of log 2, is exact enough
 
+// Where scores are nothing but scaled, with the scale that is a float already
+__device__ __forceinline__ Scores scores_of(const BackwardWgmmaParams& a, i32 batch, i32 head) {
+  Scores score = scores(a.p, batch, head);
+  if (kFolded) (kInLog2 ? score.scale_log2 : score.scale) = a.scale;
+  return score;
+}
+
 // The derivatives of the scores of a tile by scale S, two in a word; none where they are 1
 struct Slopes {
   u32 x[kSoftcap ? kPRegisters : 1];
@@ -21,13 +28,11 @@ __device__ __forceinline__ void pack(u32 (&packed)[kPRegisters], const float (&x
   for (i32 i = 0; i < kPRegisters; ++i) packed[i] = pack2(x[2 * i], x[2 * i + 1], Element{});
 }
 
-// P of a tile: rounded to Element, as dV takes it. In a whole tile dS takes it so, too: what rounding P and rounding dS do are as random and
-// as large as each other, and enough of them add up. A tile that is not whole may hold the only terms that a row or a key has: four more
-// bits of what rounding cut off let dS have P as it was there. There are no registers for all of it. Of each eight numbers, those of the
-// first four are the upper halves of four bytes, so that one instruction takes them out, with those of the others behind them as noise.
+// P of a tile: rounded to Element, as dV takes it, and the eight bits behind, so that dS has P as it was. There are no registers for all of
+// it. Rounding goes up or down: a byte counts from half a unit of Element below what was rounded.
 struct Weights {
   u32 rounded[kPRegisters];
-  u32 cut_off[kPRegisters / 4];  // signed, since rounding goes up or down
+  u32 cut_off[kPRegisters / 2];
 
   static constexpr float kLeast = 0x1p-100f;  // what is less is noise behind a 0
   static constexpr i32 kUnitBits = kHalf ? 5 : 8;  // what a byte counts: 2^kUnitBits of a float's bits, where Element ends 8 bits higher
@@ -35,24 +40,27 @@ struct Weights {
   __device__ __forceinline__ void round(const float (&p)[kSRegisters]) { pack(rounded, p); }
   __device__ __forceinline__ void cut_off_of(const float (&p)[kSRegisters]) {
 #pragma unroll
-    for (i32 i = 0; i < kPRegisters / 4; ++i) {
-      const auto bits = [&](i32 e) { return __float_as_uint(p[8 * i + e]) * (1 << (8 - kUnitBits)); };
-      const auto bytes = [&](i32 e) { return prmt(prmt(bits(e), bits(e + 1), 0x0051), prmt(bits(e + 2), bits(e + 3), 0x0051), 0x5410); };
-      cut_off[i] = (bytes(0) & 0xf0f0f0f0) | (bytes(4) >> 4 & 0x0f0f0f0f);
+    for (i32 i = 0; i < kPRegisters / 2; ++i) {
+      const auto bits = [&](i32 e) { return __float_as_uint(p[4 * i + e]) * (1 << (8 - kUnitBits)); };
+      cut_off[i] = prmt(prmt(bits(0), bits(1), 0x0051), prmt(bits(2), bits(3), 0x0051), 0x5410) ^ 0x80808080;
     }
     pin(cut_off);  // done now, while products run
   }
-  // The weights of registers 2i and 2i + 1, as they were or rounded
-  template <bool kExact> __device__ __forceinline__ Vector<float, 2> of_pair(i32 i) const {
-    const Vector<float, 2> near = unpack2(rounded[i]);
-    if (!kExact) return near;
-    const u32 bytes = i % 4 < 2 ? cut_off[i / 4] : cut_off[i / 4] << 4;
+  // The weights of registers 2i and 2i + 1
+  __device__ __forceinline__ Vector<float, 2> of_pair(i32 i) const {
+    constexpr i32 kHalfUnit = 128 << kUnitBits;
     Vector<float, 2> p;
 #pragma unroll
     for (i32 e = 0; e < 2; ++e) {
-      const i32 byte = 2 * (i % 2) + e, extended = static_cast<i32>(prmt(bytes, 0, 0x8880 + 0x1111 * byte));
-      const i32 bits = __float_as_int(near.x[e]) + extended * (1 << kUnitBits);
-      p.x[e] = __int_as_float(kHalf ? max(bits, 0) : bits);  // what rounds to 0 may have had up to a half of it cut off
+      const i32 byte = 2 * (i % 2) + e;
+      if constexpr (kHalf) {
+        const i32 behind = static_cast<i32>(prmt(cut_off[i / 2], 0, 0x4440 + byte)) << kUnitBits;
+        const i32 bits = __float_as_int(unpack2(rounded[i]).x[e]) + behind - kHalfUnit;
+        p.x[e] = __int_as_float(max(bits, 0));  // what rounds to 0 may have had up to a half of it cut off
+      } else {  // the two bytes of what was rounded, and the one behind, twice
+        const i32 bits = static_cast<i32>(prmt(rounded[i], cut_off[i / 2], 0x1000 * (2 * e + 1) + 0x100 * (2 * e) + 0x11 * (4 + byte)));
+        p.x[e] = __int_as_float(bits - kHalfUnit);
+      }
     }
     return p;
   }
@@ -70,20 +78,22 @@ __device__ __forceinline__ float lse_as_subtracted(const Params& p, float lse) {
   return static_cast<float>(lse * (fabsf(c) < kLeastNormal ? kLog2E : c / p.scale));
 }
 
-// P of a pair, from q . k, and the derivative of its score
-__device__ __forceinline__ float weight_of(float dot, bool hidden, float lse, const Scores& score, i32 row, i32 key, float& slope) {
-  float above = -kInfinity;  // the log-sum-exp
-  slope = 1;
-  if (kFolded) {
-    above = hidden ? above : fmaf(dot, kInLog2 ? score.scale_log2 : score.scale, -lse);
-  } else if (!hidden) {
-    const Scores::WithSlope own = score.with_slope(dot, row, key);
-    above = own.score - lse;
-    slope = own.slope;
-  } else {
-    slope = 0;
-  }
+// P of a pair, from its score less the log-sum-exp
+__device__ __forceinline__ float weight_of(float above) {
   return kInLog2 ? exp2_of(above) : kHalf ? exp2_of(fmaf(above, static_cast<float>(kLog2E), kWeightExponent)) : exp_of(above);
+}
+// The same from q . k, and the derivative of its score
+__device__ __forceinline__ float weight_of(float dot, bool hidden, float lse, const Scores& score, i32 row, i32 key, float& slope) {
+  if (kFolded) {
+    slope = 1;
+    const float weight = weight_of(fmaf(dot, kInLog2 ? score.scale_log2 : score.scale, -lse));
+    return hidden ? 0 : weight;
+  }
+  slope = 0;
+  if (hidden) return 0;
+  const Scores::WithSlope own = score.with_slope(dot, row, key);
+  slope = own.slope;
+  return weight_of(own.score - lse);
 }
 
 // P = exp(score - LSE) of the keys key, key + 8 and the rows row + 8 b, row + 8 b + 1 of a lane, of which `lse` has the statistics.
@@ -129,7 +139,7 @@ __device__ __forceinline__ void differentiate(float (&dp)[kSRegisters], const We
     const float shift[2] = {of_two_blocks.x[2 * (b % 2)] * unit, of_two_blocks.x[2 * (b % 2) + 1] * unit};
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) {
-      const Vector<float, 2> p = weights.of_pair<kMasked>(2 * b + r);
+      const Vector<float, 2> p = weights.of_pair(2 * b + r);
       Vector<float, 2> slope;
       if constexpr (kSoftcap) slope = unpack2(slopes.x[2 * b + r]);
 #pragma unroll

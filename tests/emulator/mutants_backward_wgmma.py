@@ -176,7 +176,7 @@ MUTANTS = [
     Mutant("poisoned-rows-kept", CONSUMER, "    if (first >= end) return;\n", "    return;\n", ("lengths",)),
     Mutant("pairs-nobody-sees-are-multiplied", WEIGHTS, "kMasked && p.x[e] < Weights::kLeast ? 0 :", "", ("nan",)),
     # ---- numbers ----
-    Mutant("what-was-cut-off-is-lost", WEIGHTS, "+ extended * (1 << kUnitBits)", "", ("few-terms",)),
+    Mutant("what-was-cut-off-is-lost", WEIGHTS, "+ behind - kHalfUnit", "", ("few-terms",)),
     Mutant("bits-of-another-pair", WEIGHTS, "byte = 2 * (i % 2) + e", "byte = 2 - 2 * (i % 2) + e", ("few-terms",)),
     Mutant("unit-forgotten-in-dq", KERNEL, "dq[i] *= per_unit", "dq[i] *= 1", ("half",)),
     Mutant("unit-forgotten-in-dk", CONSUMER, "(p.gradient_scale) * per_unit;", "(p.gradient_scale);", ("half",)),
