@@ -211,7 +211,8 @@ __device__ __forceinline__ void multiply_ds_k(const BackwardWgmmaParams& a, cons
       mbarrier_arrive(shared.full_unit(k_slot));
       mbarrier_wait(shared.full_unit(k_slot), parity_of<kKStages>(ks));
     }
-    Walk walk(a, tile);  // not before the unit is there: registers
+    Walk walk(a, tile);
+    if constexpr (!kDeterministic) left = walk.left;  // as before, but kept in no register while the unit was made
 #pragma unroll 1
     for (; left > 0; --left, walk.advance(a.p), ++steps) {
       const i32 slot = slot_of<kSlots>(steps);
