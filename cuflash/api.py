@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cuflash.backward import BackwardCall, differentiate, inspect_backward
+from cuflash.backward import BackwardCall, differentiate, inspect_backward, make_wanted
 from cuflash.backward_config import BackwardConfig
+from cuflash.backward_plan import is_deterministic
 from cuflash.call import Call, Options, attend, common_kind, make_options, plan_call, prepare_gpu
 from cuflash.config import NumpyConfig, TileConfig
 from cuflash.problem import Problem
@@ -34,6 +35,8 @@ class Explanation:
         The checked call, its compiled-in part in ``problem.spec``.
     stale : str or None
         Why a tuned configuration may no longer be the fastest: what differs from where it was measured.
+    deterministic : bool
+        Whether results have the same bits on every run.
     """
 
     family: str
@@ -43,10 +46,12 @@ class Explanation:
     ruled_out: Mapping[str, str]
     problem: Problem
     stale: str | None = None
+    deterministic: bool = True
 
     def __str__(self) -> str:
         source = self.source if self.stale is None else f"{self.source}; it {self.stale}"
         lines = [f"{self.family} on {self.device}: {self.config} (from: {source})"]
+        lines += [] if self.deterministic else ["  not deterministic: dq is summed in any order"]
         lines += [f"  not {family}: {reason}" for family, reason in self.ruled_out.items()]
         return "\n".join(lines)
 
@@ -173,9 +178,10 @@ def attention_backward(
     kv_lengths: Any = None,
     layout: str = "bhnd",
     return_dbias: bool = False,
+    deterministic: bool = True,
     config: BackwardConfig | NumpyConfig | None = None,
 ) -> tuple[Any, ...]:
-    """Exact gradients of `attention`, without a matrix of N_q x N_k in memory, and the same bits on every run.
+    """Exact gradients of `attention`, without a matrix of N_q x N_k in memory; by default the same bits on every run.
 
     Parameters
     ----------
@@ -192,6 +198,10 @@ def attention_backward(
         As they were given to `attention`.
     return_dbias : bool
         Also return the gradient of `bias`.
+    deterministic : bool
+        False lets dq have other bits from run to run, as exact as before, where that is faster: on Hopper in 16 bits,
+        from 2048 keys on and with tiles of 128 keys, as head dims up to 128 mostly have. Elsewhere it changes nothing,
+        and dk, dv and dbias have the same bits always.
     config : BackwardWgmmaConfig, BackwardMmaConfig, BackwardSimtConfig or NumpyConfig, optional
         Kernel family and tile sizes to use instead of the planner's.
 
@@ -232,7 +242,8 @@ def attention_backward(
     True
     """
     arrays = (q, k, v, out, dout, lse, dlse, mask, bias, q_lengths, kv_lengths)
-    return differentiate(arrays, (scale, causal, window, softcap, layout), return_dbias, config)
+    wanted = make_wanted(return_dbias, deterministic)
+    return differentiate(arrays, (scale, causal, window, softcap, layout), wanted, config)
 
 
 def explain(q: Any, k: Any, v: Any, **options: Any) -> Explanation:
@@ -317,8 +328,10 @@ def inspect_backward_call(arrays: tuple[Any, ...], keywords: dict[str, Any], loa
     take = given.arguments
     call = BackwardCall(*(take[name] for name in BackwardCall._fields))
     options = make_options(*(take[name] for name in Options._fields))
-    problem, choice, device = inspect_backward(call, options, take["return_dbias"], take["config"], load)
+    wanted = make_wanted(take["return_dbias"], take["deterministic"])
+    problem, choice, device = inspect_backward(call, options, wanted, take["config"], load)
     name = "the CPU" if device is None else device.name
     return Explanation(
-        choice.family, choice.config, choice.source, name, choice.ruled_out, problem.forward, choice.stale
+        *(choice.family, choice.config, choice.source, name, choice.ruled_out, problem.forward, choice.stale),
+        deterministic=is_deterministic(problem, choice.config),
     )

@@ -77,6 +77,20 @@ def common_kind(call: BackwardCall) -> NumpyKind:
     return kind
 
 
+class Wanted(NamedTuple):
+    """What is asked for: the gradient of the bias too, and the same bits on every run."""
+
+    dbias: bool = False
+    deterministic: bool = True
+
+
+def make_wanted(return_dbias: bool, deterministic: Any) -> Wanted:
+    """What is asked for."""
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic must be True or False, got {deterministic!r}")
+    return Wanted(return_dbias, deterministic)
+
+
 class Planned(NamedTuple):
     """A checked call and what serves it; `device` is None for the CPU."""
 
@@ -85,7 +99,7 @@ class Planned(NamedTuple):
     device: DeviceInfo | None
 
 
-def plan_backward(call: BackwardCall, options: Options, return_dbias: bool, config: Any) -> Planned:
+def plan_backward(call: BackwardCall, options: Options, wanted: Wanted, config: Any) -> Planned:
     """Check a call on NumPy or CuPy arrays and choose its kernels.
 
     Raises
@@ -102,7 +116,9 @@ def plan_backward(call: BackwardCall, options: Options, return_dbias: bool, conf
                     f"all arrays of a call must be on one device, got q on {call.q.device} and {name} on {array.device}"
                 )
     operands = {name: describe(name, array) for name, array in given.items()}
-    problem = read_backward_problem(**operands, **options._asdict(), return_dbias=return_dbias)
+    problem = read_backward_problem(
+        **operands, **options._asdict(), return_dbias=wanted.dbias, deterministic=wanted.deterministic
+    )
     device = None if on_cpu else device_info(call.q.device.id)
     return Planned(problem, choose_backward(problem, device, config), device)
 
@@ -120,31 +136,31 @@ def summed(full: Any, gradient: Gradient) -> Any:
     return full.reshape(gradient.shape)
 
 
-def differentiate(arrays: Sequence[Any], options: Sequence[Any], return_dbias: bool, config: Any) -> tuple[Any, ...]:
+def differentiate(arrays: Sequence[Any], options: Sequence[Any], wanted: Wanted, config: Any) -> tuple[Any, ...]:
     """(dq, dk, dv) or (dq, dk, dv, dbias), of the kind of the arguments.
 
     `arrays` and `options` are in the order of `BackwardCall` and `Options`.
     """
     kind = KIND_OF_TYPE.get(arrays[0].__class__) or kind_of("q", arrays[0])
     if isinstance(kind, CupyKind):  # that the others are of this kind is seen when they are read
-        return differentiate_gpu(kind, arrays, options, return_dbias, config)
+        return differentiate_gpu(kind, arrays, options, wanted, config)
     call, given = BackwardCall(*arrays), make_options(*options)
     kind = common_kind(call)
     with kind.current(call.q):
         views = call.viewed_by(kind)
         if kind.on_gpu:
-            computed = differentiate_gpu(CUPY, views, given, return_dbias, config)
+            computed = differentiate_gpu(CUPY, views, given, wanted, config)
         else:
-            computed = differentiate_numpy(views, given, return_dbias, config)
+            computed = differentiate_numpy(views, given, wanted, config)
         return tuple(kind.result(gradient, call.q) for gradient in computed)
 
 
 # ---- the CPU ----
 
 
-def differentiate_numpy(call: BackwardCall, options: Options, return_dbias: bool, config: Any) -> tuple[Any, ...]:
+def differentiate_numpy(call: BackwardCall, options: Options, wanted: Wanted, config: Any) -> tuple[Any, ...]:
     """`differentiate` on NumPy arrays."""
-    problem, choice, _ = plan_backward(call, options, return_dbias, config)
+    problem, choice, _ = plan_backward(call, options, wanted, config)
     if not isinstance(choice.config, NumpyConfig):
         raise TypeError(f"config must be a NumpyConfig for arrays of the CPU, got {choice.config!r}")
     full = {
@@ -158,7 +174,7 @@ def differentiate_numpy(call: BackwardCall, options: Options, return_dbias: bool
             for name, array in (*call.given().items(), *full.items())
             if name != "dbias"
         }
-        if return_dbias:
+        if wanted.dbias:
             arrays["dbias"] = full["dbias"]
         tiled_gradients(problem, choice.config, arrays)
     return tuple(summed(full[name], gradient) for name, gradient in problem.gradients.items())
@@ -199,14 +215,14 @@ def workspace_layout(problem: BackwardProblem, config: BackwardConfig) -> tuple[
 
 
 def remember(
-    kind: CupyKind, arrays: Sequence[Any], options: Options, return_dbias: bool, config: Any
+    kind: CupyKind, arrays: Sequence[Any], options: Options, wanted: Wanted, config: Any
 ) -> RememberedBackward:
     """Check, plan, compile and load a call on arrays of a GPU."""
     call = BackwardCall(*arrays)
     common_kind(call)
     with kind.current(call.q):
         views = call.viewed_by(kind)
-        problem, choice, device = plan_backward(views, options, return_dbias, config)
+        problem, choice, device = plan_backward(views, options, wanted, config)
         if device is None:
             raise TypeError(f"q must be an array of a GPU, got {type(call.q).__name__}")
         copies = problem.converts or any(is_strided(getattr(views, name)) for name in MATRICES)
@@ -264,18 +280,18 @@ def copied(call: BackwardCall, lse_dtype: str) -> BackwardCall:
 
 
 def differentiate_gpu(
-    kind: CupyKind, arrays: Sequence[Any], options: Sequence[Any], return_dbias: bool, config: Any
+    kind: CupyKind, arrays: Sequence[Any], options: Sequence[Any], wanted: Wanted, config: Any
 ) -> tuple[Any, ...]:
     """`differentiate` on arrays of a GPU: a look-up, allocations and launches, once the signature is known."""
-    known, addresses = CALLS.ready(kind, arrays, options, return_dbias, config)
+    known, addresses = CALLS.ready(kind, arrays, options, wanted, config)
     q = arrays[0]
     if known.copies or known.current_device() != known.device:
         with kind.current(q):
             if known.copies:
                 views = copied(BackwardCall(*arrays).viewed_by(kind), known.lse_dtype)
-                computed = differentiate_gpu(CUPY, views, options, return_dbias, config)
+                computed = differentiate_gpu(CUPY, views, options, wanted, config)
                 return tuple(kind.result(gradient, q) for gradient in computed)
-            return differentiate_gpu(kind, arrays, options, return_dbias, config)
+            return differentiate_gpu(kind, arrays, options, wanted, config)
 
     gradients = tuple([make(q) for make in known.makers])
     if known.launch is not None:
@@ -298,16 +314,16 @@ def own_shape(kind: CupyKind, full: Any, gradient: Gradient, like: Any) -> Any:
         return kind.result(summed(kind.view("gradient", full), gradient), like)
 
 
-def inspect_backward(call: BackwardCall, options: Options, return_dbias: bool, config: Any, load: bool) -> Planned:
+def inspect_backward(call: BackwardCall, options: Options, wanted: Wanted, config: Any, load: bool) -> Planned:
     """Check and plan a call as `differentiate` does; with `load`, compile and load what it needs on a GPU."""
     kind = common_kind(call)
     with kind.current(call.q):
         views = call.viewed_by(kind)
-        planned = plan_backward(views, options, return_dbias, config)
+        planned = plan_backward(views, options, wanted, config)
         if load and kind.on_gpu:
-            known, _ = CALLS.ready(CUPY, views, options, return_dbias, config)
+            known, _ = CALLS.ready(CUPY, views, options, wanted, config)
             if known.copies:
-                CALLS.ready(CUPY, copied(views, known.lse_dtype), options, return_dbias, config)
+                CALLS.ready(CUPY, copied(views, known.lse_dtype), options, wanted, config)
             elif isinstance(kind, CupyKind):
-                CALLS.ready(kind, call, options, return_dbias, config)
+                CALLS.ready(kind, call, options, wanted, config)
         return planned

@@ -19,7 +19,7 @@ from cuflash.backward_config import (
     BackwardSimtConfig,
     BackwardWgmmaConfig,
 )
-from cuflash.backward_plan import BackwardChoice, backward_simt_default
+from cuflash.backward_plan import BackwardChoice, backward_simt_default, is_deterministic
 from cuflash.backward_problem import BackwardProblem
 from cuflash.compiler import Variant, load_functions
 from cuflash.config import WARP
@@ -355,7 +355,7 @@ def wgmma_part(problem: BackwardProblem, config: BackwardWgmmaConfig, device: De
         own = problem.strides[name][rank : rank + 2]
         maps.append((name, TensorMaps(map_layout(spec.dtype, shapes[name], own, batch, steps[name], rows))))
     return Part(
-        Variant("backward_wgmma", spec, config, device.architecture),
+        Variant("backward_wgmma", spec, config, device.architecture, is_deterministic(problem, config)),
         launchable(stages),
         pack_blocks(problem, config.b_r, config.b_c),
         tail=struct.pack(

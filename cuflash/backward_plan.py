@@ -21,6 +21,7 @@ from cuflash.problem import ITEM_BYTES, Spec
 from cuflash.tensor_maps import why_no_map, why_no_tensor_map
 
 BACKWARD_NUMPY_DEFAULT = NumpyConfig(b_r=256, b_c=256)
+LEAST_KEYS_IN_ANY_ORDER = 2048  # below, to clear the sums of dQ takes longer than to wait for turns at them
 
 
 @dataclass(frozen=True)
@@ -216,6 +217,12 @@ def tuned_backward_choice(problem: BackwardProblem, device: DeviceInfo) -> Backw
     others = dict.fromkeys(GPU_FAMILIES, f"the {found.source} configuration is of {config.family}")
     del others[config.family]
     return BackwardChoice(config.family, config, found.source, {**NOT_NUMPY, **others}, found.stale)
+
+
+def is_deterministic(problem: BackwardProblem, config: BackwardConfig | NumpyConfig) -> bool:
+    """Whether gradients have the same bits on every run: where that is asked for, and where it costs nothing."""
+    takes_turns = isinstance(config, BackwardWgmmaConfig) and not config.splits_products
+    return problem.deterministic or not takes_turns or problem.forward.n_k < LEAST_KEYS_IN_ANY_ORDER
 
 
 def why_not_here(config: object, problem: BackwardProblem) -> str | None:

@@ -58,6 +58,8 @@ class BackwardProblem:
         Of dq, dk, dv, and dbias where it is asked for.
     lse_dtype, dlse_dtype : str
         As they came; what is computed with is `spec.lse_dtype`.
+    deterministic : bool
+        Whether the same bits are asked for on every run.
     """
 
     forward: Problem
@@ -66,6 +68,7 @@ class BackwardProblem:
     gradients: Mapping[str, Gradient]
     lse_dtype: str
     dlse_dtype: str | None
+    deterministic: bool = True
 
     @property
     def batch(self) -> tuple[int, ...]:
@@ -99,6 +102,7 @@ def read_backward_problem(
     *,
     dlse: Operand | None = None,
     return_dbias: bool = False,
+    deterministic: bool = True,
     **options: Any,
 ) -> BackwardProblem:
     """Check one call of the backward pass and bring it into canonical form; `options` are those of `read_problem`.
@@ -147,6 +151,7 @@ def read_backward_problem(
         gradients=gradients,
         lse_dtype=lse.dtype,
         dlse_dtype=None if dlse is None else dlse.dtype,
+        deterministic=deterministic,
     )
 
 

@@ -66,6 +66,7 @@ class Settings:
     alibi: bool = False
     layout: str = "bnhd"
     backward: bool = False
+    deterministic: bool = True
 
     def cases(self) -> list[Case]:
         """The cases.
@@ -73,8 +74,11 @@ class Settings:
         Raises
         ------
         ValueError
-            When the number of query heads is no multiple of that of keys and values.
+            When the number of query heads is no multiple of that of keys and values, or what is always deterministic
+            is asked to be otherwise.
         """
+        if not self.deterministic and not self.backward:
+            raise ValueError("--deterministic no is about gradients, and needs --backward")
         return [
             self._case(dtype, d, n, causal)
             for dtype, d, n, causal in itertools.product(self.dtype, self.d, self.n, self.causal)
@@ -98,6 +102,7 @@ class Settings:
             alibi=self.alibi,
             layout=self.layout,
             backward=self.backward,
+            deterministic=self.deterministic,
         )
 
 
@@ -256,7 +261,8 @@ def _planned(case: Case, arrays: Arrays) -> str:
         explanation = plan_cuflash(case, arrays, prepare=False)
     except Exception as exception:
         return why_excluded(exception)
-    return f"{explanation.family} {explanation.config} (from: {explanation.source})"
+    order = "" if explanation.deterministic else ", not deterministic"
+    return f"{explanation.family} {explanation.config} (from: {explanation.source}){order}"
 
 
 # ---- a run ----

@@ -223,16 +223,16 @@ class Memo(Generic[Kept]):
     Parameters
     ----------
     make : callable
-        Checks a call and makes what it needs, from its kind, arrays, options, a flag and a configuration.
+        Checks a call and makes what it needs, from its kind, arrays, options, what it is to return and a configuration.
     """
 
-    def __init__(self, make: Callable[[CupyKind, Sequence[Any], Options, bool, Any], Kept]) -> None:
+    def __init__(self, make: Callable[[CupyKind, Sequence[Any], Options, Any, Any], Kept]) -> None:
         self.known: dict[Any, Kept] = {}
         self._make = make
         tuned.when_changed.append(self.known.clear)
 
     def ready(
-        self, kind: CupyKind, arrays: Sequence[Any], options: Sequence[Any], flag: bool, config: Any
+        self, kind: CupyKind, arrays: Sequence[Any], options: Sequence[Any], wanted: Any, config: Any
     ) -> tuple[Kept, list[int]]:
         """What a call needs, remembered or made now, and the addresses of its arrays.
 
@@ -243,15 +243,15 @@ class Memo(Generic[Kept]):
         try:
             key, addresses = kind.read(arrays)
             types = scale.__class__, causal.__class__, softcap.__class__  # as keys, 1, 1.0 and True are equal
-            signature = (*key, *types, scale, causal, softcap, layout, flag, config)
+            signature = (*key, *types, scale, causal, softcap, layout, wanted, config)
             if window is not None:
                 signature += (window.__class__, *window, *map(type, window))
             known = self.known.get(signature)
         except (AttributeError, RuntimeError, TypeError):  # arrays of several kinds, or unhashable: checks will tell
-            return self._make(kind, arrays, make_options(*options), flag, config), kind.read(arrays)[1]
+            return self._make(kind, arrays, make_options(*options), wanted, config), kind.read(arrays)[1]
         if known is None:
             configurations = tuned.version()
-            known = self._make(kind, arrays, make_options(*options), flag, config)
+            known = self._make(kind, arrays, make_options(*options), wanted, config)
             if len(self.known) >= MAX_REMEMBERED_CALLS:
                 self.known.clear()
             self.known[signature] = known

@@ -39,6 +39,7 @@ FAILED, UNUSABLE, INTERRUPTED = 1, 2, 130
 ALIGNMENTS = ("bottom-right", "top-left")
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 CAUSAL = {"no": (False,), "yes": (True,), "both": (False, True)}
+YES_OR_NO = {"yes": True, "no": False}
 BENCH_NOTES = """\
 Every result is held against float64 before anybody is timed. Whoever is not installed or does not serve a case is
 listed with the reason. All run in one process, in turn and in reversed order every second round, timed by CUDA events,
@@ -125,6 +126,8 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--softcap", type=float, help="scores become softcap * tanh(score / softcap)")
     bench.add_argument("--alibi", action="store_const", const=True, help="scores get ALiBi's linear bias")
     bench.add_argument("--backward", action="store_const", const=True, help="the gradients, all their kernels counted")
+    deterministic_help = "whether cuflash's gradients have the same bits on every run (default: yes)"
+    bench.add_argument("--deterministic", choices=YES_OR_NO, help=deterministic_help)
     bench.add_argument("--layout", choices=LAYOUTS, help="order of the axes in memory (default: bnhd)")
     peers_help = f"whom to compare with, of {', '.join(peer.name for peer in PEERS)} (default: all that are installed)"
     bench.add_argument("--peers", type=_peers, default=PEERS, metavar="NAMES", help=peers_help)
@@ -215,6 +218,7 @@ def bench_cases(options: argparse.Namespace) -> list[Case]:
     """The cases of the presets, with what the command line gives in place of their settings."""
     given = {field.name: getattr(options, field.name) for field in dataclasses.fields(Settings)}
     given["causal"] = None if options.causal is None else CAUSAL[options.causal]
+    given["deterministic"] = YES_OR_NO.get(options.deterministic)
     given["window"] = None if options.window is None else tuple(options.window)
     replaced = {name: value for name, value in given.items() if value is not None}
     try:

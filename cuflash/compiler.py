@@ -60,12 +60,15 @@ class Variant:
     config : SimtConfig, MmaConfig, WgmmaConfig or one of the backward pass
     architecture : str
         The GPU's, such as ``sm_90``.
+    deterministic : bool
+        Whether every sum is added up in one order on every run; only kernels that gain from another know less.
     """
 
     kernel: str
     spec: Spec
     config: SimtConfig | MmaConfig | WgmmaConfig | BackwardConfig
     architecture: str
+    deterministic: bool = True
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z][a-z0-9_]*", self.kernel):
@@ -90,6 +93,7 @@ class Variant:
             "kQLengths": spec.q_lengths,
             "kKvLengths": spec.kv_lengths,
             "kAligned": spec.aligned,
+            **({"kDeterministic": self.deterministic} if self.kernel == "backward_wgmma" else {}),
             **self.config.constants(),
         }
 

@@ -41,6 +41,8 @@ class Case:
         Order of the axes in memory.
     backward : bool
         Whether it is the gradients that are computed, of what the forward pass has left.
+    deterministic : bool
+        Whether cuflash's gradients have the same bits on every run; the others' are as they come.
     """
 
     d: int
@@ -55,6 +57,7 @@ class Case:
     alibi: bool = False
     layout: str = "bnhd"
     backward: bool = False
+    deterministic: bool = True
 
     def __str__(self) -> str:
         words = [f"D={self.d} N={self.n} {'causal' if self.causal else 'full'}"]
@@ -63,6 +66,7 @@ class Case:
         words += [f"softcap {self.softcap:g}"] if self.softcap else []
         words += ["ALiBi"] if self.alibi else []
         words += ["backward"] if self.backward else []
+        words += [] if self.deterministic else ["not deterministic"]
         return " ".join(words)
 
     def shape(self, heads: int) -> tuple[int, int, int, int]:
@@ -189,6 +193,7 @@ def make_cuflash(case: Case, arrays: Arrays) -> Runner:
         return Runner(functools.partial(cuflash.attention, *arrays.cupy, **options), case.layout)
     q, k, v, dout = arrays.cupy
     out, lse = cuflash.attention_forward(q, k, v, **options)
+    options["deterministic"] = case.deterministic
     return Runner(functools.partial(cuflash.attention_backward, dout, q, k, v, out, lse, **options), case.layout)
 
 
@@ -202,7 +207,7 @@ def plan_cuflash(case: Case, arrays: Arrays, *, prepare: bool) -> cuflash.Explan
         cuflash.prepare(q, k, v, **options)
     lse = arrays.put(np.empty((case.batch, case.heads, case.n), Spec(case.dtype, 16, 16).lse_dtype))
     explain = cuflash.prepare_backward if prepare else cuflash.explain_backward
-    return explain(dout, q, k, v, dout, lse, **options)
+    return explain(dout, q, k, v, dout, lse, **options, deterministic=case.deterministic)
 
 
 def cuflash_options(case: Case, arrays: Arrays) -> dict[str, Any]:

@@ -13,13 +13,14 @@ except ModuleNotFoundError as missing:
     raise ImportError("cuflash.torch needs PyTorch: pip install 'cuflash[torch]'") from missing
 
 from cuflash.api import attention_backward, attention_forward
+from cuflash.backward import make_wanted
 from cuflash.problem import LAYOUTS, read_scale, read_softcap, read_window
 
 FAR = 2**31  # a window that wide is unbounded: no sequence is as long
 FULL = ""  # the operator's `causal` where there is no causal mask
 OPTIONS = (
     "Tensor? mask, Tensor? bias, Tensor? q_lengths, Tensor? kv_lengths, float? scale, str causal, int? left, "
-    "int? right, float? softcap, str layout"
+    "int? right, float? softcap, str layout, bool deterministic"
 )
 
 
@@ -38,6 +39,7 @@ def attention(
     kv_lengths: Any = None,
     layout: str = "bhnd",
     return_lse: bool = False,
+    deterministic: bool = True,
 ) -> Any:
     """Exact attention of PyTorch tensors, on a GPU or the CPU, with gradients for q, k, v and bias.
 
@@ -49,6 +51,9 @@ def attention(
         As of `cuflash.attention`.
     return_lse : bool
         Also return the log-sum-exp of each row, through which gradients flow too.
+    deterministic : bool
+        As of `cuflash.attention_backward`: False lets the gradient of q have other bits from run to run, where that is
+        faster.
 
     Returns
     -------
@@ -62,7 +67,7 @@ def attention(
 
     Notes
     -----
-    The operator is ``torch.ops.cuflash.attention``. It is deterministic, and saves q, k, v, the output and the
+    The operator is ``torch.ops.cuflash.attention``. It saves q, k, v, the output and the
     log-sum-exp for the backward pass, nothing of the size N_q x N_k. Second derivatives are not there.
 
     Examples
@@ -76,10 +81,11 @@ def attention(
     if not torch.compiler.is_compiling():  # then the operator checks when it runs
         tensors = {"mask": mask, "bias": bias, "q_lengths": q_lengths, "kv_lengths": kv_lengths}
         check_tensors({"q": q, "k": k, "v": v} | {name: x for name, x in tensors.items() if x is not None})
-        check_options(q, scale, causal, window, softcap, layout)
+        check_options(q, scale, causal, window, softcap, layout, deterministic)
     left, right = (None if bound is None else min(bound, FAR) for bound in window or (None, None))
     where = causal if isinstance(causal, str) else "bottom-right" if causal else FULL
-    out, lse = operator(q, k, v, mask, bias, q_lengths, kv_lengths, scale, where, left, right, softcap, layout)
+    options = (scale, where, left, right, softcap, layout, deterministic)
+    out, lse = operator(q, k, v, mask, bias, q_lengths, kv_lengths, *options)
     return (out, lse) if return_lse else out
 
 
@@ -97,7 +103,7 @@ def check_tensors(tensors: dict[str, Any]) -> None:
         raise TypeError("cuflash.torch.attention has no forward-mode derivative: the tangent would be lost")
 
 
-def check_options(q: Any, scale: Any, causal: Any, window: Any, softcap: Any, layout: Any) -> None:
+def check_options(q: Any, scale: Any, causal: Any, window: Any, softcap: Any, layout: Any, deterministic: Any) -> None:
     """Refuse options as `cuflash.attention` does, before the operator's schema says it in its own words."""
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
@@ -105,6 +111,7 @@ def check_options(q: Any, scale: Any, causal: Any, window: Any, softcap: Any, la
         read_scale(scale, max(int(q.shape[-1]), 1), "float64" if q.dtype == torch.float64 else "float32")
     read_softcap(softcap)
     read_window(causal, window, 1, 1)
+    make_wanted(False, deterministic)
 
 
 def keywords(
@@ -119,7 +126,7 @@ def keywords(
     softcap: Any,
     layout: str,
 ) -> dict[str, Any]:
-    """The operators' options as the arguments of `cuflash.attention`."""
+    """The operators' options as the arguments of `cuflash.attention`, but for the last one, `deterministic`."""
     return {
         "mask": mask,
         "bias": bias,
@@ -136,12 +143,12 @@ def keywords(
 def forward(q: Any, k: Any, v: Any, *options: Any) -> tuple[Any, Any]:
     """Output and log-sum-exp."""
     with torch.no_grad():
-        return attention_forward(q, k, v, **keywords(*options))
+        return attention_forward(q, k, v, **keywords(*options[:-1]))
 
 
 def fake_forward(q: Any, k: Any, v: Any, *options: Any) -> tuple[Any, Any]:
     """What shapes and dtypes `forward` returns."""
-    bnhd = options[-1] == "bnhd"
+    bnhd = options[-2] == "bnhd"
     matrix = q.dim() == k.dim() == v.dim() == 2
     q_, k_, v_ = (x[None] if x.dim() == 2 else x.transpose(-3, -2) if bnhd else x for x in (q, k, v))
     batch = torch.broadcast_shapes(q_.shape[:-3], k_.shape[:-3], v_.shape[:-3])
@@ -160,9 +167,8 @@ def backward(
 ) -> tuple[Any, ...]:
     """The gradients of q, k, v and bias, the last one empty where it is not wanted."""
     with torch.no_grad():
-        gradients = attention_backward(
-            dout, q, k, v, out, lse, dlse=dlse, **keywords(*options), return_dbias=want_dbias
-        )
+        wanted = {"return_dbias": want_dbias, "deterministic": options[-1]}
+        gradients = attention_backward(dout, q, k, v, out, lse, dlse=dlse, **keywords(*options[:-1]), **wanted)
         return gradients if want_dbias else (*gradients, q.new_empty(0))
 
 
@@ -184,13 +190,13 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> None:
 def differentiate(ctx: Any, dout: Any, dlse: Any) -> tuple[Any, ...]:
     """The gradients of the operator's inputs."""
     if dout is None and dlse is None:
-        return (None,) * 13
+        return (None,) * 14
     q, k, v, out, lse, mask, bias, q_lengths, kv_lengths = ctx.saved_tensors
     want_dbias = bias is not None and ctx.needs_input_grad[4]
     dout = torch.zeros_like(out) if dout is None else dout
     given = (mask, bias, q_lengths, kv_lengths, *ctx.options)
     dq, dk, dv, dbias = backward_operator(dout, dlse, q, k, v, out, lse, want_dbias, *given)
-    return dq, dk, dv, None, dbias if want_dbias else None, *(None,) * 8
+    return dq, dk, dv, None, dbias if want_dbias else None, *(None,) * 9
 
 
 operator = torch.library.custom_op(

@@ -7,7 +7,8 @@
 // them, in registers. A block owns a tile of B_c keys and walks over the tiles of B_r query rows that see them, for all query heads that
 // share them. One thread of the first warpgroup asks TMA for tiles; each of the last two, the consumers, owns 64 keys and sums up their
 // dK and dV; between them, one takes dS^T from both and multiplies it with K. These parts of dQ leave for sums in device memory, in an order
-// that the last of the warps of the first warpgroup keeps (wgmma_backward_order.cuh); at the end they become dQ.
+// that the last of the warps of the first warpgroup keeps (wgmma_backward_order.cuh); at the end they become dQ. Where the same bits on
+// every run are not asked for, the sums start as zeros, and each warp adds its own part as soon as it is there.
 //
 // Where registers have no room for dK and dV of 64 keys, both consumers own the same 64, one of them for dV and the other for dK
 // (wgmma_backward_split.cuh). So few keys make too many parts of dQ, which has a kernel of its own then, and no sums in device memory
@@ -33,7 +34,7 @@ struct BackwardWgmmaParams {
   TensorMap q_map, dout_map, k_map, v_map;  // boxes: the panels of a tile
   Params p;
   float* dq_sums;    // pieces of dQ, as wgmma_backward_tile.cuh has them, each as the threads of a warpgroup hold it
-  i32* turns;        // for each tile of rows of a head, how many tiles of keys have added to its dQ
+  i32* turns;        // for each tile of rows of a head, how many tiles of keys have added to its dQ, where they take turns
   u32* next_ticket;  // of tiles of keys, and of rows where they have a kernel of their own
   float* row_sizes;  // |dO| of every row, (batch, head, row), for float16
   float* v_sizes;    // the largest number of every tile of V, (batch, head, tile), where rows have a kernel of their own
@@ -56,6 +57,8 @@ constexpr i32 kStoringThread = kWarpgroup - 32;       // of the first warpgroup
 constexpr u32 kWarps = 4, kConsumerWarps = kWarps * kConsumers;  // of a warpgroup, and of the consumers
 // Arrivals at "empty" of Q, and of dO: of who reads the statistics beside it every thread where products are shared out, else of every warp one
 constexpr u32 kRowReaders = kSplit ? kWarpgroup + kWarps : kConsumerWarps;
+// Arrivals at "empty" of K: of the consumers, and of the warpgroup of dQ and the storing thread
+constexpr u32 kKeyReaders = kWarpgroup * kConsumers + (kSplit ? 0 : kWarpgroup + kDeterministic);
 constexpr i32 kTileThreads = kWarpgroup * (kFirstConsumer + kConsumers);  // of a block that walks over tiles
 
 static_assert(kBr % kStatisticsRows == 0, "the statistics of a tile of rows are written by whole blocks");
@@ -131,7 +134,7 @@ __device__ __forceinline__ void produce(const BackwardWgmmaParams& a, const Shar
   }
 }
 
-// ---- the thread that adds pieces of dQ to their sums, in turn ----
+// ---- the thread that adds pieces of dQ to their sums, in turn: where results are deterministic ----
 __device__ __forceinline__ void add_in_turn(const BackwardWgmmaParams& a, const Shared& shared) {
   u32 ks = 0, pieces = 0;       // that have come
   bool is_under_way = false;    // the last piece: its memory has not been given back
@@ -193,7 +196,7 @@ __device__ __forceinline__ void multiply_ds_k(const BackwardWgmmaParams& a, cons
     const i32 k_slot = slot_of<kKStages>(ks);
     mbarrier_wait(shared.full_k(k_slot), parity_of<kKStages>(ks));
     const i32 ticket = read(shared.ticket(k_slot));
-    if (ticket == kNoTicket) return;
+    if (ticket == kNoTicket) break;
     const KeyTile tile = key_tile(a, ticket);
     i32 left = Walk(a, tile).left;
     if (kHalf && left > 0) {
@@ -209,8 +212,10 @@ __device__ __forceinline__ void multiply_ds_k(const BackwardWgmmaParams& a, cons
       mbarrier_arrive(shared.full_unit(k_slot));
       mbarrier_wait(shared.full_unit(k_slot), parity_of<kKStages>(ks));
     }
+    Walk walk(a, tile);
+    if constexpr (!kDeterministic) left = walk.left;  // as before, but kept in no register while the unit was made
 #pragma unroll 1
-    for (; left > 0; --left, ++steps) {
+    for (; left > 0; --left, walk.advance(a.p), ++steps) {
       const i32 slot = slot_of<kSlots>(steps);
       mbarrier_wait(shared.full_ds(slot), parity_of<kSlots>(steps));
 #pragma unroll
@@ -229,18 +234,30 @@ __device__ __forceinline__ void multiply_ds_k(const BackwardWgmmaParams& a, cons
         }
 
         const i32 dq_slot = slot_of<kDqStages>(pieces);
-        mbarrier_wait(shared.empty_dq(dq_slot), parity_of<kDqStages>(pieces) ^ kEmptyAtFirst);
+        if constexpr (kDeterministic) {
+          mbarrier_wait(shared.empty_dq(dq_slot), parity_of<kDqStages>(pieces) ^ kEmptyAtFirst);
+        } else {
+          if (lane == 0) bulk_wait_group_read<kDqStages - 1>();
+          __syncwarp();
+        }
         const u32 to = shared.dq(dq_slot) + warp * kWarpBytes;
 #pragma unroll
         for (i32 i = 0; i < kDqRegisters; i += 4)
           shared.at<Vector<float, 4>>(to + (i / 4 * 32 + lane) * 16) = {dq[i], dq[i + 1], dq[i + 2], dq[i + 3]};
         fence_proxy_async();
         __syncwarp();
-        mbarrier_arrive_if(shared.full_dq(dq_slot), lane == 0);
+        if constexpr (kDeterministic) {
+          mbarrier_arrive_if(shared.full_dq(dq_slot), lane == 0);
+        } else if (lane == 0) {
+          const i64 index = row_tile_index(a.p, tile.batch, walk.head(a.p, tile), walk.row_tile);
+          bulk_add_f32(a.dq_sums + ((index * kDqPieces + piece) * kWarps + warp) * (kDqPieceFloats / kWarps), to, kWarpBytes);
+          bulk_commit_group();
+        }
       }
     }
     mbarrier_arrive(shared.empty_k(k_slot));  // each thread for itself: it has read what lies beside K
   }
+  if (!kDeterministic && lane == 0) bulk_wait_group<0>();
 }
 
 // ---- a consumer warpgroup ----
@@ -392,7 +409,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_wgmma_statist
   if (blockIdx.x == 0 && threadIdx.x < 2) a.next_ticket[threadIdx.x] = 0;
   if (kSplit) return;
   const i64 head = blockIdx.x / blocks_of_head, index = head * a.p.row_tiles + first_row / kBr;
-  if (threadIdx.x == 0 && first_row % kBr == 0) a.turns[index] = 0;
+  if constexpr (kDeterministic) {
+    if (threadIdx.x == 0 && first_row % kBr == 0) a.turns[index] = 0;
+  } else {
+    constexpr i32 kVectors = kStatisticsRows * kDqPanels * kDqColumns / 4;  // of the sums of the block's rows
+    Vector<float, 4>* const sums = reinterpret_cast<Vector<float, 4>*>(a.dq_sums) + (index * kBr + first_row % kBr) / kStatisticsRows * kVectors;
+#pragma unroll
+    for (i32 i = threadIdx.x; i < kVectors; i += kThreads) sums[i] = {};
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(kTileThreads, 1) backward_wgmma_keys(const __grid_constant__ BackwardWgmmaParams a) {
@@ -406,7 +430,7 @@ extern "C" __global__ void __launch_bounds__(kTileThreads, 1) backward_wgmma_key
     for (i32 slot = 0; slot < kKStages; ++slot) {
       mbarrier_init(shared.full_k(slot), 1);
       mbarrier_init(shared.full_unit(slot), kWarpgroup);
-      mbarrier_init(shared.empty_k(slot), kWarpgroup * kConsumers + (kSplit ? 0 : kWarpgroup + 1));
+      mbarrier_init(shared.empty_k(slot), kKeyReaders);
     }
     mbarrier_init(shared.full_v(), 1);
     mbarrier_init(shared.empty_v(), kWriterWarps);
@@ -432,7 +456,7 @@ extern "C" __global__ void __launch_bounds__(kTileThreads, 1) backward_wgmma_key
   if (warpgroup == 0) {
     setmaxnreg_dec<kCopyRegisters>();
     if (threadIdx.x == 0) produce(a, shared);
-    if (!kSplit && threadIdx.x == kStoringThread) add_in_turn(a, shared);
+    if (!kSplit && kDeterministic && threadIdx.x == kStoringThread) add_in_turn(a, shared);
   } else if (warpgroup < kFirstConsumer) {
     if constexpr (!kSplit) {
       setmaxnreg_dec<kDqWarpgroupRegisters>();

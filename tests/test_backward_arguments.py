@@ -29,6 +29,8 @@ WRONG = [
     ({"dlse": np.zeros((1, 2))}, ValueError, r"dlse must have shape \(1, 2, 6\), got \(1, 2\)"),
     ({"dlse": np.zeros((1, 2, 6), int)}, TypeError, "dlse must be of dtype float32 or float64, got int64"),
     ({"return_dbias": True}, ValueError, "return_dbias asks for the gradient of bias, and there is no bias"),
+    ({"deterministic": 1}, TypeError, "deterministic must be True or False, got 1"),
+    ({"deterministic": None}, TypeError, "deterministic must be True or False, got None"),
     ({"softcap": 0.0}, ValueError, "softcap must be positive"),
     ({"k": np.zeros((1, 2, 6, 9), np.float32)}, ValueError, "q and k must have the same head dim, got 8 and 9"),
     ({"config": SimtConfig(32, 32, 128, 16)}, TypeError, "config must be a NumpyConfig for arrays of the CPU"),
@@ -48,6 +50,19 @@ def test_options_are_keyword_only():
     right = call()
     with pytest.raises(TypeError, match="positional"):
         cuflash.attention_backward(*right.values(), None)
+
+
+def test_numpy_is_deterministic_whatever_is_asked_for():
+    right = call()
+    expected = cuflash.attention_backward(**right)
+    assert all(map(np.array_equal, cuflash.attention_backward(**right, deterministic=False), expected))
+    assert cuflash.explain_backward(**right, deterministic=False).deterministic
+
+
+@pytest.mark.parametrize("inspect", [cuflash.explain_backward, cuflash.prepare_backward])
+def test_explaining_refuses_what_the_call_would(inspect):
+    with pytest.raises(TypeError, match="deterministic must be True or False, got 'no'"):
+        inspect(**call(), deterministic="no")
 
 
 def test_arrays_of_different_libraries_do_not_mix():

@@ -73,6 +73,15 @@ def test_every_kernel_is_compiled_here():
     assert {kernel for kernel in kernels if kernel.startswith("backward_")} == CONFIG_OF.keys()
 
 
+def expect_nothing_to_complain_of(variants):
+    with ThreadPoolExecutor(2) as threads:  # NVRTC runs without the GIL
+        logs = [compiled.log for compiled in threads.map(compile_cubin, variants)]
+    usage = {str(variant): resource_usage(log) for variant, log in zip(variants, logs, strict=True)}
+    assert {name: use.spill_bytes for name, use in usage.items() if use.spill_bytes} == {}
+    assert {name: use.advisories for name, use in usage.items() if use.advisories} == {}
+    assert [log for log in logs if ": warning " in log] == []
+
+
 @pytest.mark.parametrize(("kernel", "architecture", "dtype"), CASES)
 def test_default_tiles_compile_without_spills_advisories_or_warnings(kernel, architecture, dtype, request):
     if int(architecture.removeprefix("sm_")) not in nvrtc.getSupportedArchs():
@@ -81,9 +90,21 @@ def test_default_tiles_compile_without_spills_advisories_or_warnings(kernel, arc
     every = specs(kernel, architecture, dtype, request.config.getoption("--all-variants"))
     wanted = [spec for spec in every if WHY_NOT[kernel](spec, device) is None]
     chosen = [Variant(kernel, spec, CONFIG_OF[kernel](spec, device), architecture) for spec in wanted]
-    with ThreadPoolExecutor(2) as threads:  # NVRTC runs without the GIL
-        logs = [compiled.log for compiled in threads.map(compile_cubin, chosen)]
-    usage = {str(variant): resource_usage(log) for variant, log in zip(chosen, logs, strict=True)}
-    assert {name: use.spill_bytes for name, use in usage.items() if use.spill_bytes} == {}
-    assert {name: use.advisories for name, use in usage.items() if use.advisories} == {}
-    assert [log for log in logs if ": warning " in log] == []
+    expect_nothing_to_complain_of(chosen)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "d", "chosen"),
+    [
+        ("bfloat16", 64, {"right": True}),
+        ("bfloat16", 128, {}),
+        ("bfloat16", 128, {"right": True}),
+        ("float16", 64, {}),
+        ("float16", 128, {"q_lengths": True, "kv_lengths": True}),
+    ],
+    ids=str,
+)
+def test_kernels_that_add_in_any_order_compile_without_spills_advisories_or_warnings(dtype, d, chosen):
+    spec, device = Spec(dtype, d, d, **chosen), known_device("sm_90")
+    variant = Variant("backward_wgmma", spec, backward_wgmma_default(spec, device), "sm_90", deterministic=False)
+    expect_nothing_to_complain_of([variant])

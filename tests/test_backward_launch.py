@@ -9,6 +9,7 @@ from cuflash.device import KNOWN_DEVICES, known_device
 from cuflash.problem import DTYPES, Operand, contiguous_strides
 from cuflash.tuning import Workload
 from cuflash.tuning.space import Space
+from cuflash.winner import key_of
 
 DEFAULTS = {
     "simt": (lambda spec, device: None, backward_plan.backward_simt_default),
@@ -24,15 +25,17 @@ FEATURES = (
 )
 
 
-def problem_of(dtype, head_dim, **features):
+def problem_of(dtype, head_dim, n=(300, 500), deterministic=True, **features):
     """A call that asks for every gradient."""
-    workload = Workload(dtype, 2, (4, 2), (300, 500), head_dim, **features, backward=True)
+    workload = Workload(dtype, 2, (4, 2), n, head_dim, **features, backward=True)
     shapes, dtypes = workload.shapes(), workload.dtypes()
     given = {name: Operand(name, shape, contiguous_strides(shape), dtypes[name]) for name, shape in shapes.items()}
     given["out"] = given["dout"]._replace(name="out")
     rows = shapes["dout"][:-1]
     given["lse"] = Operand("lse", rows, contiguous_strides(rows), "float32")
-    return read_backward_problem(**given, **workload.options(), return_dbias="bias" in given)
+    return read_backward_problem(
+        **given, **workload.options(), return_dbias="bias" in given, deterministic=deterministic
+    )
 
 
 def expect_shared_memory_for_all(problem, config, device):
@@ -67,6 +70,32 @@ def test_kernels_of_whatever_is_tuned_ask_for_the_shared_memory_that_they_may_ha
             space = Space.legal(problem, device, family)
             for point in space.points:
                 expect_shared_memory_for_all(problem, space.config(point), device)
+
+
+H200, A100 = known_device("sm_90"), known_device("sm_80")
+LONG = {"n": (300, 2048), "deterministic": False}
+IN_ANY_ORDER = {
+    "hopper": (H200, "bfloat16", 128, LONG, False),
+    "hopper-float16-causal": (H200, "float16", 64, LONG | {"causal": "bottom-right"}, False),
+    "asked-for": (H200, "bfloat16", 128, LONG | {"deterministic": True}, True),
+    "few-keys": (H200, "bfloat16", 128, LONG | {"n": (3000, 2047)}, True),
+    "rows-of-their-own": (H200, "bfloat16", 256, LONG, True),
+    "cuda-cores": (H200, "float32", 64, LONG, True),
+    "ampere": (A100, "bfloat16", 128, LONG, True),
+}
+
+
+@pytest.mark.parametrize(("device", "dtype", "d", "call", "expected"), IN_ANY_ORDER.values(), ids=IN_ANY_ORDER)
+def test_the_order_is_given_up_where_that_is_allowed_and_gains(device, dtype, d, call, expected):
+    problem = problem_of(dtype, (d, d), **call)
+    config = backward_plan.default_backward_choice(problem, device).config
+    assert backward_plan.is_deterministic(problem, config) == expected
+    assert all(part.variant.deterministic == expected for part in make_parts(problem, config, device))
+
+
+def test_whatever_order_is_asked_for_the_same_configuration_is_looked_up():
+    one, other = (problem_of("bfloat16", (128, 128), **LONG | {"deterministic": asked}) for asked in (True, False))
+    assert key_of(one, H200) == key_of(other, H200)
 
 
 def test_either_of_the_hopper_kernels_may_take_most():

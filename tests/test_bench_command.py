@@ -58,9 +58,18 @@ def test_features_and_sizes_can_be_given(with_gpu):
     assert bench_command(f"{options} --backward") == 0
     (case,) = with_gpu["cases"]
     assert case.backward
+    assert case.deterministic
     assert case.window == (255, None)
     assert (case.softcap, case.alibi, case.layout) == (30.0, True, "bhnd")
     assert (case.batch, case.heads, case.kv_heads) == (2, 16, 2)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_gradients_need_not_be_deterministic(asked, with_gpu):
+    assert bench_command(f"--preset gqa --backward --deterministic {'yes' if asked else 'no'}") == 0
+    (case,) = with_gpu["cases"]
+    assert case.deterministic == asked
+    assert str(case).endswith("backward" if asked else "backward not deterministic")
 
 
 def test_case_of_two_presets_is_run_once(with_gpu):
@@ -84,6 +93,8 @@ UNUSABLE = {
     "odd mask": ("--causal maybe", "invalid choice"),
     "no rounds": ("--rounds 0", "must be a positive integer"),
     "heads": ("--heads 8 --kv-heads 3", "must be a multiple of those of keys, got 8 and 3"),
+    "no gradients": ("--deterministic no", "--deterministic no is about gradients, and needs --backward"),
+    "no order": ("--backward --deterministic perhaps", "invalid choice"),
     "no folder": ("--json nowhere/o.json", "there is no folder nowhere"),
     "one file": ("--json o.png --plot o.png", "same file"),
 }

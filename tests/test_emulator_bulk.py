@@ -37,6 +37,12 @@ def test_bulk_copies_store_and_add(schedule):
     assert np.array_equal(run("store_and_add", given, schedule), 2 * given)
 
 
+@each_schedule
+def test_memory_that_a_bulk_copy_has_read_may_be_overwritten(schedule):
+    given = floats(256)
+    assert np.array_equal(run("overwritten_once_it_is_read", given, schedule), given)
+
+
 def test_red_takes_subnormal_numbers_for_zero_and_bulk_copies_keep_them():
     smallest = np.finfo(np.float32).smallest_normal
     given = np.resize(np.float32([smallest, -smallest / 2, smallest * 0.75, 1]), 32)
@@ -46,6 +52,8 @@ def test_red_takes_subnormal_numbers_for_zero_and_bulk_copies_keep_them():
 
 WRONG = {
     "overwritten_before_it_is_read": "which a bulk copy reads that may still be under way",
+    "last_of_two_overwritten": "offset 16 .* which a bulk copy reads that may still be under way",
+    "left_when_it_is_read": "leaves the kernel without waiting for its bulk copy",
     "written_without_a_proxy_fence": "writes without fence.proxy.async between",
     "left_without_waiting": "leaves the kernel without waiting for its bulk copy",
     "odd_bytes": "a bulk copy moves whole vectors of 16 bytes, not 12 bytes",

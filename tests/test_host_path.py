@@ -439,7 +439,9 @@ def test_second_call_of_the_backward_pass_is_not_checked_again(gradients):
     assert (len(gradients.made), len(gradients.launches)) == (1, 2)
 
 
-@pytest.mark.parametrize("options", [{"causal": True}, {"scale": 0.5}, {"return_dbias": True}, {"softcap": 2.0}])
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"scale": 0.5}, {"return_dbias": True}, {"softcap": 2.0}, {"deterministic": False}]
+)
 def test_call_of_the_backward_pass_that_differs_is_checked_anew(gradients, options):
     given = {"bias": at(FIRST + (30 << 24), (64, 64))}
     for more in ({}, options, options):
@@ -452,6 +454,13 @@ def test_remembered_backward_call_does_not_let_an_equal_value_of_another_type_pa
     cuflash.attention_backward(DOUT, Q, K, V, OUT, ROWS, **good)
     with pytest.raises((TypeError, ValueError), match=name):
         cuflash.attention_backward(DOUT, Q, K, V, OUT, ROWS, **bad)
+    assert len(gradients.launches) == 1
+
+
+def test_remembered_backward_call_takes_no_number_for_deterministic(gradients):
+    cuflash.attention_backward(DOUT, Q, K, V, OUT, ROWS)
+    with pytest.raises(TypeError, match="deterministic must be True or False, got 1"):
+        cuflash.attention_backward(DOUT, Q, K, V, OUT, ROWS, deterministic=1)
     assert len(gradients.launches) == 1
 
 

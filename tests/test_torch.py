@@ -14,6 +14,7 @@ OPTIONS = [
     {"causal": "top-left", "softcap": 2.0},
     {"window": (3, 2), "scale": 0.7},
     {"layout": "bnhd", "causal": True},
+    {"deterministic": False},
 ]
 
 
@@ -85,7 +86,7 @@ def test_result_and_dtypes_are_those_of_cuflash_attention(dtype):
 def test_operator_passes_the_checks_of_pytorch():
     q, k, v = draw()
     bias = torch.randn(4, 1, 6, dtype=torch.float64, requires_grad=True)
-    options = (None, bias, None, None, None, "bottom-right", None, None, 2.0, "bhnd")
+    options = (None, bias, None, None, None, "bottom-right", None, None, 2.0, "bhnd", False)
     torch.library.opcheck(torch.ops.cuflash.attention.default, (q, k, v, *options))
 
 

@@ -42,10 +42,12 @@ def gradients(
     texts: Mapping[str, str] | None = None,
     architecture: str = "sm_90",
     blocks: int = BLOCKS,
+    deterministic: bool = True,
 ) -> tuple[Any, ...]:
     """(dq, dk, dv) or (dq, dk, dv, dbias) of `cuflash.attention_backward(**call, **options)`.
 
-    `texts` are the kernel files, by default kernels_cu's. On Hopper, `blocks` share out the tiles of keys.
+    `texts` are the kernel files, by default kernels_cu's. On Hopper, `blocks` share out the tiles of keys. Without
+    `deterministic`, they add to dQ in no order however few keys there are.
     """
     packed, problem = read(call, options, return_dbias)
     dtype = DTYPE_OF[problem.spec.dtype]
@@ -64,6 +66,8 @@ def gradients(
     if is_wgmma:
         device = replace(device, multiprocessors=blocks)
     for part in () if problem.is_empty() else make_parts(problem, config, device):
+        if not deterministic and part.variant.kernel == "backward_wgmma":
+            part = part._replace(variant=replace(part.variant, deterministic=False))
         entries = [stage.entry for stage in part.stages]
         for offsets, sizes in part.blocks:
             for stage in part.stages:

@@ -39,11 +39,11 @@ void bulk_write(void* global, u32 shared, u32 bytes, bool adds) {
       if (block.initialised[cell] != kWholeCell) fail_uninitialised(cell, how, caller);
       check_proxy_fence(block, self, written, cell, caller);
     });
-  self.bulk_copies.push_back({self.bulk_group, offset, bytes, false, caller});
+  self.bulk_copies.push_back({self.bulk_group, offset, bytes, caller});
   BulkCopy* const own = &self.bulk_copies.back();
   block.bulk_reads.push_back(own);
   post([&block, own, global, adds] {
-    const u8* const from = block.shared + own->offset;
+    const u8* const from = own->is_read ? own->words.data() : block.shared + own->offset;
     for (u32 i = 0; i < own->bytes; i += 4) {
       float x, sum;
       memcpy(&x, from + i, 4);
@@ -62,6 +62,27 @@ void bulk_write(void* global, u32 shared, u32 bytes, bool adds) {
 
 void bulk_commit_group() { ++running->bulk_group; }
 
+// Its thread knows from now on that it has read shared memory, which it does now if it has not.
+inline void end_read(Block& block, Thread& self, BulkCopy& copy) {
+  if (copy.is_read) return;
+  const u8* const from = block.shared + copy.offset;
+  if (!copy.done) copy.words.assign(from, from + copy.bytes);
+  copy.is_read = true;
+  if (machine.options.watched)
+    for_cells(copy.offset, copy.bytes, [&](u32 cell, u32 mask) {
+      note(block.read[self.warp->number * block.written.size() + cell], self, mask, copy.caller);
+    });
+  block.bulk_reads.erase(std::find(block.bulk_reads.begin(), block.bulk_reads.end(), &copy));
+}
+
+// All but the last `pending` groups have read shared memory; in device memory they may be done later.
+void bulk_wait_group_read(u32 pending) {
+  Thread& self = *running;
+  for (BulkCopy& copy : self.bulk_copies)
+    if (copy.group + pending < self.bulk_group) end_read(*self.block, self, copy);
+  maybe_give_way();
+}
+
 // All but the last `pending` groups are done.
 void bulk_wait_group(u32 pending) {
   Thread& self = *running;
@@ -72,12 +93,7 @@ void bulk_wait_group(u32 pending) {
     wait_for("bulk copies", {"wait_group", static_cast<i32>(pending)});
   self.wait.what = "";
   while (!self.bulk_copies.empty() && is_waited_for(self.bulk_copies.front())) {
-    BulkCopy& copy = self.bulk_copies.front();
-    if (machine.options.watched)
-      for_cells(copy.offset, copy.bytes, [&](u32 cell, u32 mask) {
-        note(block.read[self.warp->number * block.written.size() + cell], self, mask, copy.caller);
-      });
-    block.bulk_reads.erase(std::find(block.bulk_reads.begin(), block.bulk_reads.end(), &copy));
+    end_read(block, self, self.bulk_copies.front());
     self.bulk_copies.pop_front();
   }
 }

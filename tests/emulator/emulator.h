@@ -88,6 +88,7 @@ void bulk_load(u32 shared, const void* global, u32 bytes, u32 mbarrier);
 void bulk_write(void* global, u32 shared, u32 bytes, bool adds);
 void bulk_commit_group();
 void bulk_wait_group(u32 pending);
+void bulk_wait_group_read(u32 pending);
 void store_matrices(u32 address, Words4 words, Site site);
 i32 ld_acquire(const i32* global);
 void ld_acquire_until(const i32* global, i32 value, Site site);

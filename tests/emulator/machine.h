@@ -93,8 +93,10 @@ struct Copy {  // one cp.async
 struct BulkCopy {  // from shared to device memory
   u32 group;
   u32 offset, bytes;
-  bool done;
   const void* caller;
+  bool done = false;
+  bool is_read = false;        // shared memory, as its thread knows
+  std::vector<u8> words = {};  // what lay there, if it was not done by then
 };
 
 struct Register {  // 4 bytes of a thread that wgmma works on
@@ -149,7 +151,7 @@ struct Thread : View {
   std::vector<Copy> copies;
   u32 copy_group = 0;  // the group that is open
   std::deque<BulkCopy> bulk_copies;  // a deque, so that work under way can tell one that it is done
-  u32 bulk_group = 0, bulk_read = 0;  // the group that is open, and how many it knows to have read shared memory
+  u32 bulk_group = 0;  // the group that is open
   u32 votes = 0;       // of the barrier that it passed last
   std::vector<Count> proxy_fences;   // when it executed fence.proxy.async
   const u8* registers_base = nullptr;

@@ -47,9 +47,15 @@ PROBLEMS = {
         ),
         SHARED_OUT,
     ),
+    "any-order": (Case("backward-wgmma-any-order", **SIZED | {"heads": (2, 1), "d": (80, 96), "n": (150, 600)}), USUAL),
+    "any-order-wide": (
+        Case("backward-wgmma-any-order-wide", **SIZED | {"n": (200, 300)}),
+        BackwardWgmmaConfig(128, k_stages=2),
+    ),
     "few-terms": (next(case for case in CASES if case.id == "both-lengths-causal-float16"), USUAL),
 }
 
+ANY_ORDER = ("any-order", "any-order-wide")  # of the parts of dQ
 KERNEL, ORDER, WEIGHTS = "backward_wgmma.cu", "wgmma_backward_order.cuh", "wgmma_backward_weights.cuh"
 CONSUMER, SPLIT, ROWS = "wgmma_backward_consumer.cuh", "wgmma_backward_split.cuh", "wgmma_backward_rows.cuh"
 TILE, SHARED, UNITS = "wgmma_backward_tile.cuh", "wgmma_backward_shared.cuh", "wgmma_backward_units.cuh"
@@ -96,7 +102,7 @@ MUTANTS = [
         "piece-of-dq-overwritten",
         *(
             KERNEL,
-            "        mbarrier_wait(shared.empty_dq(dq_slot), parity_of<kDqStages>(pieces) ^ kEmptyAtFirst);\n",
+            "          mbarrier_wait(shared.empty_dq(dq_slot), parity_of<kDqStages>(pieces) ^ kEmptyAtFirst);\n",
             "",
             ("plain",),
         ),
@@ -104,7 +110,7 @@ MUTANTS = [
     Mutant(
         "k-released-by-consumers-only",
         *(KERNEL, "    mbarrier_arrive(shared.empty_k(k_slot));  // each", "    // each", ("groups",)),
-        also=(("(kSplit ? 0 : kWarpgroup + 1)", "1"),),
+        also=(("(kSplit ? 0 : kWarpgroup + kDeterministic)", "kDeterministic"),),
     ),
     Mutant("dp-not-waited-for", KERNEL, WAIT_FOR_DP, "", ("plain",)),
     Mutant(
@@ -151,6 +157,40 @@ MUTANTS = [
         "first_row % kBr == 0) a.turns[index] = 0",
         "first_row == 0) a.turns[index] = 0",
         ("plain",),
+    ),
+    # ---- sums of dQ in any order ----
+    Mutant(
+        "part-of-dq-overwritten",
+        *(KERNEL, "bulk_wait_group_read<kDqStages - 1>()", "bulk_wait_group_read<kDqStages>()", ("any-order",)),
+    ),
+    Mutant(
+        "part-of-dq-overwritten-by-other-lanes",
+        *(KERNEL, "bulk_wait_group_read<kDqStages - 1>();\n          __syncwarp();\n"),
+        "bulk_wait_group_read<kDqStages - 1>();\n",
+        ("any-order",),
+    ),
+    Mutant(
+        "last-parts-of-dq-not-waited-for",
+        *(KERNEL, "  if (!kDeterministic && lane == 0) bulk_wait_group<0>();\n", "", ("any-order",)),
+    ),
+    Mutant("part-of-another-warp", KERNEL, "* kWarps + warp)", "* kWarps + (warp ^ 1))", ("any-order",)),
+    Mutant("sums-not-cleared", KERNEL, "sums[i] = {};", ";", ("any-order",)),
+    Mutant(
+        "sums-of-later-rows-not-cleared",
+        KERNEL,
+        "(index * kBr + first_row % kBr)",
+        "(index * kBr)",
+        ("any-order-wide",),
+    ),
+    Mutant(
+        "an-arrival-at-k-too-many-is-waited-for",
+        KERNEL,
+        "kWarpgroup + kDeterministic)",
+        "kWarpgroup + 1)",
+        ("any-order",),
+    ),
+    Mutant(
+        "parts-of-one-tile-of-rows", KERNEL, "--left, walk.advance(a.p), ++steps", "--left, ++steps", ("any-order",)
     ),
     # ---- which tiles, rows, keys and heads ----
     Mutant("head-of-the-group", ORDER, "tile.kv_head * p.group + in_group", "tile.kv_head * p.group", ("groups",)),

@@ -229,7 +229,11 @@ MUTANTS = [
         ("bias-of-keys",),
     ),
     Mutant(
-        "rows-released-before-they-are-read", KERNEL, "kWarpgroup + (w == 0", "kWarpgroup - 32 + (w == 0", ("bias-of-keys",)
+        "rows-released-before-they-are-read",
+        KERNEL,
+        "kWarpgroup + (w == 0",
+        "kWarpgroup - 32 + (w == 0",
+        ("bias-of-keys",),
     ),
     Mutant(
         "lost-scores-with-the-next-bias",

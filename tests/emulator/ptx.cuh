@@ -119,6 +119,7 @@ __device__ __forceinline__ void bulk_store(void* global, u32 smem, u32 bytes) { 
 __device__ __forceinline__ void bulk_add_f32(float* global, u32 smem, u32 bytes) { emulator::bulk_write(global, smem, bytes, true); }
 __device__ __forceinline__ void bulk_commit_group() { emulator::bulk_commit_group(); }
 template <i32 kPending> __device__ __forceinline__ void bulk_wait_group() { emulator::bulk_wait_group(kPending); }
+template <i32 kPending> __device__ __forceinline__ void bulk_wait_group_read() { emulator::bulk_wait_group_read(kPending); }
 __device__ __forceinline__ void fence_proxy_async_global() { emulator::fence_proxy_async_global(); }
 
 __device__ __forceinline__ u32 thread_index_again() { return threadIdx.x; }

@@ -107,7 +107,7 @@ inline void start(Block& block, u64 linear) {
   for (Thread& thread : block.threads) {
     thread.now = block.count + 1;
     thread.see(seen);
-    thread.copy_group = thread.bulk_group = thread.bulk_read = 0;
+    thread.copy_group = thread.bulk_group = 0;
     thread.proxy_fences.clear();
     thread.registers.clear();
     thread.doubt.bytes = 0;

@@ -45,6 +45,37 @@ UNIT(add_by_red) {
   else if (i % 8 >= 4)
     red_add_f32(p.out + i, p.in[i]);
 }
+UNIT(overwritten_once_it_is_read) {
+  DYNAMIC_SMEM(smem);
+  if (threadIdx.x != 0) return;
+  load(p, smem);
+  bulk_store(p.out, smem_address(smem), p.n * 4);
+  bulk_commit_group();
+  bulk_wait_group_read<0>();
+  for (i32 i = 0; i < p.n; ++i) reinterpret_cast<float*>(smem)[i] = 0;
+  bulk_wait_group<0>();
+}
+UNIT(last_of_two_overwritten) {
+  DYNAMIC_SMEM(smem);
+  if (threadIdx.x != 0) return;
+  load(p, smem);
+  for (i32 i = 0; i < 2; ++i) {
+    bulk_store(p.out + i * 4, smem_address(smem) + i * 16, 16);
+    bulk_commit_group();
+  }
+  bulk_wait_group_read<1>();
+  reinterpret_cast<float*>(smem)[3] = 0;
+  reinterpret_cast<float*>(smem)[4] = 0;
+  bulk_wait_group<0>();
+}
+UNIT(left_when_it_is_read) {
+  DYNAMIC_SMEM(smem);
+  if (threadIdx.x != 0) return;
+  load(p, smem);
+  bulk_store(p.out, smem_address(smem), p.n * 4);
+  bulk_commit_group();
+  bulk_wait_group_read<0>();
+}
 UNIT(overwritten_before_it_is_read) {
   DYNAMIC_SMEM(smem);
   if (threadIdx.x != 0) return;

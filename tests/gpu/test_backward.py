@@ -8,7 +8,7 @@ import gold_backward
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import CASES, random_case
+from cases import CASES, Case, random_case
 from cases_backward import make_call
 from device_arrays import call_on_device, on_device, poisoned_memory
 
@@ -43,7 +43,10 @@ def poison():
 
 
 def run(case, **more):
-    call = make_call(case)
+    run_call(make_call(case), case, **more)
+
+
+def run_call(call, case, **more):
     forward = FORWARD_SIMT if isinstance(more.get("config"), cuflash.BackwardSimtConfig) else None
     arrays = call_on_device(call, case.options, forward)
     results = cuflash.attention_backward(**arrays, **case.options, **more, return_dbias="bias" in call)
@@ -110,6 +113,52 @@ def test_error_of_the_whole_tensor_is_under_the_cap(dtype, d, causal):
     expected = gold_backward.expect(*map(cupy.asnumpy, (dout, q, k, v)), causal=causal)
     expected.check(*map(cupy.asnumpy, results))
     expected.check_caps(*map(cupy.asnumpy, results))
+
+
+# ---- sums in any order ----
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("any-order", n=(300, 2100), d=(128, 128), heads=(2, 2), batch=(1,), dtype="bfloat16"),
+        Case("any-order-half", n=(500, 2048), d=(64, 64), heads=(2, 2), batch=(1,), dtype="float16"),
+        Case(
+            "any-order-causal",
+            **{"n": (2100, 2100), "d": (128, 128), "heads": (2, 1), "batch": (1,), "dtype": "bfloat16"},
+            options={"causal": True},
+        ),
+        Case(
+            "any-order-lengths",
+            **{"n": (400, 3000), "d": (64, 64), "heads": (4, 2), "batch": (2,), "dtype": "float16"},
+            q_lengths=(400, 130),
+            kv_lengths=(2900, 700),
+        ),
+        Case(
+            "any-order-window",
+            **{"n": (2500, 2500), "d": (80, 96), "heads": (2, 2), "batch": (1,), "dtype": "bfloat16"},
+            options={"window": (300, 20)},
+        ),
+        Case("any-order-few-keys", n=(300, 2047), d=(128, 128), heads=(1, 1), batch=(1,), dtype="bfloat16"),
+        Case("any-order-wide", n=(300, 2100), d=(256, 256), heads=(1, 1), batch=(1,), dtype="bfloat16"),
+        Case("any-order-float32", n=(300, 2100), d=(64, 64), heads=(1, 1), batch=(1,), dtype="float32"),
+    ],
+    ids=lambda case: case.id,
+)
+def test_gradients_that_need_not_be_deterministic(case):
+    call = make_call(case)
+    call["dout"] = call["dout"].copy()  # TMA does not read every view
+    run_call(call, case, deterministic=False)
+
+
+def test_only_dq_has_other_bits_in_any_order():
+    shape = (1, 8, 4096, 128)
+    arrays = problem(shape, ml_dtypes.bfloat16)
+    expected = cuflash.attention_backward(*arrays)
+    for _ in range(3):
+        results = cuflash.attention_backward(*arrays, deterministic=False)
+        assert same(results[1:], expected[1:])
+    assert same(cuflash.attention_backward(*arrays), expected)
 
 
 # ---- size ----
