@@ -45,23 +45,27 @@ __device__ __forceinline__ i32 draw(const BackwardWgmmaParams& a) {
   }
 }
 
-// The tiles of rows that see a tile of keys, one after the other, each for all query heads that share the keys: so blocks that walk through
-// the same rows stay together, whatever rows each of them sees.
+// The tiles of rows that see a tile of keys, one after the other, for each query head that shares the keys
 struct Walk {
   i32 left;  // steps
-  i32 row_tile, direction;
+  i32 row_tile;
+  i32 lowest;     // tile of rows; ~lowest if the walk goes down
+  i32 highest;    // where it is not the last of all
   i32 in_group = 0;  // which of the query heads
 
   __device__ __forceinline__ Walk(const BackwardWgmmaParams& a, const KeyTile& tile) {
     const RowTiles rows = row_tiles(visibility(a.p, tile.batch, 0), tile.number * kBc, (tile.number + 1) * kBc);
     left = max(rows.end - rows.first, 0) * a.p.group;
-    row_tile = tile.downwards ? rows.end - 1 : rows.first;
-    direction = tile.downwards ? -1 : 1;
+    lowest = tile.downwards ? ~rows.first : rows.first;
+    highest = rows.end - 1;
+    row_tile = tile.downwards ? highest : rows.first;
   }
   __device__ __forceinline__ void advance(const Params& p) {
-    const bool was_last = ++in_group == p.group;
-    in_group = was_last ? 0 : in_group;
-    row_tile += was_last ? kTurnsAround ? direction : 1 : 0;
+    const bool goes_down = kTurnsAround && lowest < 0;
+    const i32 low = kLeft || kRight ? goes_down ? ~lowest : lowest : 0, high = kLeft || kQLengths ? highest : p.row_tiles - 1;
+    const bool is_over = row_tile == (goes_down ? low : high);
+    row_tile = is_over ? goes_down ? high : low : row_tile + (goes_down ? -1 : 1);
+    in_group += is_over;
     --left;
   }
   __device__ __forceinline__ i32 head(const Params& p, const KeyTile& tile) const { return tile.kv_head * p.group + in_group; }

@@ -203,7 +203,7 @@ MUTANTS = [
         also=(("min(a.section, all - section * a.section)", "a.section"),),
     ),
     Mutant("void-tickets-worked-on", ORDER, "if (!kTurnsAround || key_tile", "if (true || key_tile", ("causal",)),
-    Mutant("walks-past-the-end", ORDER, "tile.downwards ? rows.end - 1", "tile.downwards ? rows.end", ("causal",)),
+    Mutant("walks-past-the-end", ORDER, "highest = rows.end - 1", "highest = rows.end", ("causal",)),
     Mutant("diagonal-one-off", WEIGHTS, "column < first[r]", "column <= first[r]", ("causal",)),
     Mutant("window-one-off", WEIGHTS, "at + see.left + 1)", "at + see.left)", ("window",)),
     Mutant(
