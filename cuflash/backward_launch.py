@@ -320,12 +320,13 @@ def wgmma_row_section(problem: BackwardProblem, config: BackwardWgmmaConfig, dev
     return -(-2 * device.multiprocessors // max(-(-problem.forward.n_q // config.owned_rows), 1))
 
 
-def wgmma_scale(problem: BackwardProblem) -> np.float32:
-    """What P's exponent takes q . k by, as `scores_of` in wgmma_backward_weights.cuh wants it."""
+def wgmma_scale(problem: BackwardProblem) -> bytes:
+    """What P's exponent takes q . k by, as `scores_of` in wgmma_backward_weights.cuh wants it: a float."""
     forward = problem.forward
     in_log2 = forward.spec.dtype == "bfloat16"
     with np.errstate(over="ignore"):
-        return np.float32(scale_log2(forward.scale, forward.spec) if in_log2 else forward.scale)
+        scale = np.float32(scale_log2(forward.scale, forward.spec) if in_log2 else forward.scale)
+    return struct.pack("f", float(scale))
 
 
 def wgmma_part(problem: BackwardProblem, config: BackwardWgmmaConfig, device: DeviceInfo) -> Part:
@@ -361,7 +362,7 @@ def wgmma_part(problem: BackwardProblem, config: BackwardWgmmaConfig, device: De
         tail=struct.pack(
             "<3i", tickets, wgmma_section(problem, config, device), wgmma_row_section(problem, config, device)
         )
-        + wgmma_scale(problem).tobytes(),
+        + wgmma_scale(problem),
         maps=tuple(maps),
     )
 
