@@ -281,6 +281,7 @@ struct Consumer : KeyOwner {
     const i32 key = first_key(of) + own_key(), head = walk.head(a.p, of);
     const auto keep = [&](i32 i, float first, float second) { slopes.keep(i, first, second); };
     weigh<kMasked>(s, lse, scores_of(a, of.batch, head), visibility(a.p, of.batch, head), key, walk.row_tile * kBr + 2 * (lane() % 4), keep);
+    p.cut_off_of(s);  // here, among the exponentials: behind both branches it would wait for all of them, and for dK
   }
   __device__ __forceinline__ void weigh_scores(i32 slot, const KeyTile& of, const Walk& walk) {
     const float* const lse = &shared.at<float>(shared.lse(slot)) + 4 * (lane() % 4);
@@ -288,7 +289,6 @@ struct Consumer : KeyOwner {
       weigh_scores<false>(lse, of, walk);
     else
       weigh_scores<true>(lse, of, walk);
-    p.cut_off_of(s);
   }
 
   // dP^T and dV, then S^T of the next rows and dK; of the last rows there are no next ones.
