@@ -94,20 +94,19 @@ class Backend(Protocol):
         """Seconds on a clock."""
 
 
-def together(parts: Sequence[Measurement]) -> Measurement:
-    """One measurement of several that were made one after the other, each in the measure of its anchor.
+def at_worst(parts: Sequence[Measurement]) -> Measurement:
+    """The one of several measurements, one for each place, that is the least favourable, in the first place's measure.
 
     One that could not be used makes the whole useless.
     """
     for part in parts:
         if part.status != "ok":
             return part
-    anchors = [statistics.median(part.anchor_times) for part in parts]
-    scale = [statistics.median(anchors) / anchor for anchor in anchors]
-    times = [ms * factor for part, factor in zip(parts, scale, strict=True) for ms in part.times]
-    anchor_times = [ms * factor for part, factor in zip(parts, scale, strict=True) for ms in part.anchor_times]
-    ratio = statistics.median(times) / statistics.median(anchor_times)
-    return parts[0]._replace(ratio=ratio, times=times, anchor_times=anchor_times)
+    worst = max(parts, key=lambda part: part.ratio)
+    scale = statistics.median(parts[0].anchor_times) / statistics.median(worst.anchor_times)
+    return worst._replace(
+        times=[ms * scale for ms in worst.times], anchor_times=[ms * scale for ms in worst.anchor_times]
+    )
 
 
 class Attempt(NamedTuple):
@@ -184,7 +183,8 @@ class GpuBackend:
     def finals(self, points: Sequence[Point], rounds: int) -> list[Measurement]:
         """Time `points` and the default in turn, a part of the rounds with the arrays in each of several places.
 
-        A point that fails in one place is not run in the next.
+        Each counts by the place that suits it least: where arrays lie in another process, nobody knows. A point that
+        fails in one place is not run in the next.
         """
         for future in [
             self._machine.compile(self._workload, self._space.config(p), self._architecture) for p in points
@@ -195,7 +195,7 @@ class GpuBackend:
             usable = [point for point, own in parts.items() if all(part.status == "ok" for part in own)]
             for point, part in zip(usable, self._measure(usable, -(-rounds // PLACES), None, place), strict=True):
                 parts[point].append(part)
-        return [together(parts[point]) for point in points]
+        return [at_worst(parts[point]) for point in points]
 
     def abandon(self) -> None:
         """Forget those on their way, and do not compile those that no compiler has begun with."""

@@ -45,7 +45,7 @@ from cuflash.winner import GpuConfig, config_from_json
 LOST = 4  # exit code where the GPU's context can no longer be used
 COMPILER_NICENESS = 10
 POLL_SECONDS = 50e-6
-PLACE_BYTES = 38 << 20  # from one place of the arrays to the next
+PLACE_BYTES = 17 << 16  # by which each array moves away from the one before, from one place to the next
 SCRATCH_BYTES = 1 << 30  # written between runs: more than any L2 holds, and time enough to queue the next launch
 
 COMPARE = r"""
@@ -159,7 +159,8 @@ class Gpu:
         self._small: Call | None = None
         self._full: Call | None = None
         self._place = 0
-        self._before: Any = None  # memory that keeps the arrays from an earlier place
+        self._step = 0  # bytes by which the next array is moved further than the one before
+        self._shift = 0
         self._reference: dict[str, Any] = {}
         self._errors: dict[str, NDArray[Any]] | None = None
         self._verdicts: dict[GpuConfig, str | None] = {}
@@ -184,8 +185,9 @@ class Gpu:
 
     def upload(self, part: NDArray[Any], size: int, aligned: bool) -> tuple[Any, int]:
         """Memory that holds `size` elements, those of `part` over and over, and the address of the first."""
-        memory = self.allocate((size + UNALIGNED) * part.itemsize)
-        first = memory.ptr + (0 if aligned else UNALIGNED * part.itemsize)
+        memory = self.allocate((size + UNALIGNED) * part.itemsize + self._shift)
+        first = memory.ptr + self._shift + (0 if aligned else UNALIGNED * part.itemsize)
+        self._shift += self._step
         self.copy(first, part.ctypes.data, part.nbytes)
         for start in range(part.size, size, part.size):
             count = min(part.size, size - start)
@@ -223,21 +225,22 @@ class Gpu:
     def load(self, workload: Workload, forward: GpuConfig | None = None, place: int = 0) -> None:
         """Make the arrays of `workload`, and forget those of the one before. Gradients need O and LSE by `forward`.
 
-        Where arrays lie decides in which parts of the L2 cache and of the memory they meet: `place` numbers places.
+        How arrays lie to each other decides in which parts of the L2 cache and of the memory they meet: `place` numbers
+        ways to lie.
         """
         if self._full is None or self._full.workload != workload or self._place != place:
             self._full = None
             self._reference = {}
-            self._before = None
             self.release()
             self._place = place
-            self._before = self.allocate(place * PLACE_BYTES) if place else None
             small = workload.ragged()
             if self._small is None or self._small.workload != small:
                 self._small = self._call(small, 1, forward)
                 self._errors = None
                 self._verdicts.clear()
+            self._step, self._shift = place * PLACE_BYTES, 0
             self._full = self._call(workload, 2, forward)
+            self._step = self._shift = 0
 
     def _call(self, workload: Workload, seed: int, forward: GpuConfig | None) -> Call:
         call = Call(workload, self, seed)
