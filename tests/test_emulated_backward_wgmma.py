@@ -100,6 +100,19 @@ def test_a_scale_too_small_for_float32_makes_all_weights_equal():
     check(case, BackwardWgmmaConfig(64))
 
 
+@pytest.mark.parametrize("b_c", [128, 64])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gradients_that_one_row_gives_alone_are_as_exact_as_others(dtype, b_c):
+    # A loss on one token. One or two keys make most of a block of dK, so that what rounding their P did would be all of its error.
+    for seed in range(3):
+        case = Case(f"one-row-{seed}", n=(64, 128), d=(64, 64), heads=(4, 4), batch=(2,), dtype=dtype)
+        call = served_call(case)
+        call["dout"] = call["dout"].copy()
+        call["dout"][..., :-1, :] = 0
+        results = gradients(call, case.options, BackwardWgmmaConfig(64, b_c))
+        gold_backward.expect(**call, **case.options).check(*results)
+
+
 def test_a_block_of_few_numbers_is_as_exact_with_what_the_forward_pass_of_a_gpu_gives():
     # All columns of Q are equal, and so those of dK: 8 keys give 8 numbers, in which the rounding of O shows.
     case = next(case for case in CASES if case.id == "q-broadcast-columns")
