@@ -103,7 +103,7 @@ def test_a_scale_too_small_for_float32_makes_all_weights_equal():
 @pytest.mark.parametrize("b_c", [128, 64])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_gradients_that_one_row_gives_alone_are_as_exact_as_others(dtype, b_c):
-    # A loss on one token. One or two keys make most of a block of dK, so that what rounding their P did would be all of its error.
+    # A loss on one token: one or two keys make most of a block of dK, and what rounding their P did would be its error.
     for seed in range(3):
         case = Case(f"one-row-{seed}", n=(64, 128), d=(64, 64), heads=(4, 4), batch=(2,), dtype=dtype)
         call = served_call(case)
