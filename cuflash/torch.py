@@ -81,7 +81,8 @@ def attention(
     if not torch.compiler.is_compiling():  # then the operator checks when it runs
         tensors = {"mask": mask, "bias": bias, "q_lengths": q_lengths, "kv_lengths": kv_lengths}
         check_tensors({"q": q, "k": k, "v": v} | {name: x for name, x in tensors.items() if x is not None})
-        check_options(q, scale, causal, window, softcap, layout, deterministic)
+        check_options(q, scale, causal, window, softcap, layout)
+    make_wanted(False, deterministic)  # always: the schema of the operator takes None for False
     left, right = (None if bound is None else min(bound, FAR) for bound in window or (None, None))
     where = causal if isinstance(causal, str) else "bottom-right" if causal else FULL
     options = (scale, where, left, right, softcap, layout, deterministic)
@@ -103,7 +104,7 @@ def check_tensors(tensors: dict[str, Any]) -> None:
         raise TypeError("cuflash.torch.attention has no forward-mode derivative: the tangent would be lost")
 
 
-def check_options(q: Any, scale: Any, causal: Any, window: Any, softcap: Any, layout: Any, deterministic: Any) -> None:
+def check_options(q: Any, scale: Any, causal: Any, window: Any, softcap: Any, layout: Any) -> None:
     """Refuse options as `cuflash.attention` does, before the operator's schema says it in its own words."""
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
@@ -111,7 +112,6 @@ def check_options(q: Any, scale: Any, causal: Any, window: Any, softcap: Any, la
         read_scale(scale, max(int(q.shape[-1]), 1), "float64" if q.dtype == torch.float64 else "float32")
     read_softcap(softcap)
     read_window(causal, window, 1, 1)
-    make_wanted(False, deterministic)
 
 
 def keywords(

@@ -100,6 +100,14 @@ def test_shapes_are_known_without_computing(options):
         assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
 
 
+@pytest.mark.parametrize("deterministic", [None, 0, "no"])
+def test_compiled_code_takes_nothing_else_for_false(deterministic):
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    with pytest.raises(RuntimeError):  # Dynamo's own, which has no word of the TypeError in it
+        compiled(*draw(requires_grad=False), deterministic=deterministic)
+
+
 def test_compiled_and_eager_give_the_same_bits_for_any_length():
     torch._dynamo.reset()
 
