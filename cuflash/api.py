@@ -199,7 +199,7 @@ def attention_backward(
     return_dbias : bool
         Also return the gradient of `bias`.
     deterministic : bool
-        False lets dq have other bits from run to run, as exact as before, where that is faster: on Hopper in 16 bits,
+        False lets dq have other bits from run to run, as exact as before, for a little speed: on Hopper in 16 bits,
         from 2048 keys on and with tiles of 128 keys, as head dims up to 128 mostly have. Elsewhere it changes nothing,
         and dk, dv and dbias have the same bits always.
     config : BackwardWgmmaConfig, BackwardMmaConfig, BackwardSimtConfig or NumpyConfig, optional

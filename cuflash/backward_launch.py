@@ -321,7 +321,7 @@ def wgmma_row_section(problem: BackwardProblem, config: BackwardWgmmaConfig, dev
 
 
 def wgmma_scale(problem: BackwardProblem) -> bytes:
-    """What P's exponent takes q . k by, as `scores_of` in wgmma_backward_weights.cuh wants it: a float."""
+    """The factor of q . k in P's exponent, a float, as `scores_of` in wgmma_backward_weights.cuh wants it."""
     forward = problem.forward
     in_log2 = forward.spec.dtype == "bfloat16"
     with np.errstate(over="ignore"):

@@ -61,7 +61,7 @@ class Variant:
     architecture : str
         The GPU's, such as ``sm_90``.
     deterministic : bool
-        Whether every sum is added up in one order on every run; only kernels that gain from another know less.
+        Whether sums are added up in the same order on every run. Kernels that have no other form take no notice.
     """
 
     kernel: str

@@ -95,7 +95,7 @@ class Backend(Protocol):
 
 
 def at_worst(parts: Sequence[Measurement]) -> Measurement:
-    """The one of several measurements, one for each place, that is the least favourable, in the first place's measure.
+    """The least favourable of measurements in several places, as if the default took what it did in the first.
 
     One that could not be used makes the whole useless.
     """

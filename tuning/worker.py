@@ -45,7 +45,7 @@ from cuflash.winner import GpuConfig, config_from_json
 LOST = 4  # exit code where the GPU's context can no longer be used
 COMPILER_NICENESS = 10
 POLL_SECONDS = 50e-6
-PLACE_BYTES = 17 << 16  # by which each array moves away from the one before, from one place to the next
+PLACE_BYTES = 17 << 16  # by which, from place to place, an input moves away from the one before it
 SCRATCH_BYTES = 1 << 30  # written between runs: more than any L2 holds, and time enough to queue the next launch
 
 COMPARE = r"""
