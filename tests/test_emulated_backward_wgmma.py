@@ -100,8 +100,7 @@ def test_a_scale_too_small_for_float32_makes_all_weights_equal():
     check(case, BackwardWgmmaConfig(64))
 
 
-@pytest.mark.parametrize("b_c", [128, 64])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "b_c"), [("bfloat16", 128), ("float16", 128), ("bfloat16", 64)])
 def test_gradients_that_one_row_gives_alone_are_as_exact_as_others(dtype, b_c):
     # A loss on one token: one or two keys make most of a block of dK, and what rounding their P did would be its error.
     for seed in range(3):
@@ -156,7 +155,7 @@ def test_bits_do_not_depend_on_the_schedule(id):
     assert len({b"".join(x.tobytes() for x in result) for result in results}) == 1
 
 
-@pytest.mark.parametrize("id", [*ANY_ORDER, "groups", "causal", "window", "half", "lengths", "few-terms"])
+@pytest.mark.parametrize("id", [*ANY_ORDER, "groups", "window", "half", "few-terms"])
 def test_dq_alone_depends_on_the_schedule_where_its_sums_have_no_order(id):
     case, config = PROBLEMS[id]
     call = served_call(case)
