@@ -206,7 +206,7 @@ WARPGROUP_ROWS = 64
 PANEL_COLUMNS = 64
 SWIZZLE_BYTES = 1024  # where a swizzled tile is aligned to
 STAGE_BYTES = 4 * 16 * 128  # for the rows of a warpgroup, a panel at a time, on their way out
-ROW_WORK_BYTES = 48  # what the producer tells a warpgroup of a tile of rows
+KEY_WORK_BYTES, ROW_WORK_BYTES = 16, 48  # what is told of a tile of rows: to whom asks for K and V, and to a warpgroup
 MEGABYTE = 1 << 20
 
 # Registers of a producer and a consumer thread by consumer warpgroups; (0, 0) leaves them as they are. A launch gives
@@ -282,9 +282,9 @@ class WgmmaConfig:
         qk, v = (-(-d // PANEL_COLUMNS) * PANEL_COLUMNS * ITEM_BYTES[spec.dtype] for d in (spec.d, spec.d_v))
         q_tiles = self.q_stages * self.consumers
         tiles = q_tiles * WARPGROUP_ROWS * qk + self.stages * self.b_c * (qk + v)
-        barriers = 8 * (4 * self.stages + 2 * q_tiles)
+        barriers = 8 * (4 * self.stages + 2 * q_tiles + 2)
         bias = (self.stages + 1) * self.b_c * FLOAT_BYTES if spec.bias_of_keys else 0
-        others = STAGE_BYTES * self.consumers + barriers + 16 + ROW_WORK_BYTES * q_tiles + bias
+        others = STAGE_BYTES * self.consumers + barriers + KEY_WORK_BYTES + ROW_WORK_BYTES * q_tiles + bias
         return tiles + others + SWIZZLE_BYTES
 
     def products(self, spec: Spec) -> dict[str, tuple[int, ...]]:

@@ -35,6 +35,7 @@ struct WgmmaParams {
 // ---- constants ----
 constexpr u64 kReadOnce = 0x12f0000000000000, kReadOften = 0x14f0000000000000;  // L2 policies: evict first, evict last
 constexpr bool kPassesOver = kLeft || kRight;  // a warpgroup may need fewer key tiles than its block
+constexpr i32 kStepsAhead = 3;  // before its last one, at least, a block draws its next rows
 constexpr i32 kTurnBarrier = 1, kMeetBarrier = 8;  // the first named barriers of their kind; one for each warpgroup
 
 static_assert(kThreads == kWarpgroup * (kConsumers + 1), "one warpgroup produces");
@@ -69,7 +70,8 @@ __device__ __forceinline__ RowWork row_work(const Visibility& see, const RowTile
   return work;
 }
 
-// ---- the producer: one thread ----
+// ---- the producers: two threads ----
+// The coordinate of an axis along which an array does not change is 0.
 template <class Tile>
 __device__ __forceinline__ void request_tile(u32 to, const TensorMap& map, u32 full, i32 row, i32 head, i32 batch, u64 policy) {
   mbarrier_arrive_expect_tx(full, Tile::kBytes);
@@ -83,90 +85,93 @@ template <class Tile> __device__ __forceinline__ void prefetch_tile(const Tensor
 #pragma unroll
   for (i32 panel = 0; panel < Tile::kPanels; ++panel) tma_prefetch_4d(&map, panel * kPanelColumns, row, head, batch);
 }
-// The coordinates of an axis along which Q does not change are 0.
-__device__ __forceinline__ i32 q_head(const Params& p, const RowTile& tile) { return p.q_head == 0 ? 0 : tile.head; }
-__device__ __forceinline__ i32 q_batch(const Params& p, const RowTile& tile) { return p.q_batch == 0 ? 0 : tile.batch; }
 
-struct RowsToCome {
-  RowTile rows;
-  KeyTiles keys;  // that the block needs for them
-  i32 kv_head;
-};
-
-__device__ __forceinline__ void produce(const WgmmaParams& a, const Shared& shared) {
+// One thread draws tiles of rows, tells the other and the warpgroups of them, and asks for their Q. It draws the next rows when the block is
+// nearly done with those at hand: drawn sooner, long rows would wait behind long ones while other blocks run out of work.
+__device__ __forceinline__ void produce_q(const WgmmaParams& a, const Shared& shared) {
   const Params& p = a.p;
-  Ring<kStages> k_ring, v_ring;
+  const u32 tiles_of_rows = a.tiles;
   Ring<kQStages> q_ring;
-  k_ring.parity = v_ring.parity = q_ring.parity = kEmptyAtFirst;
+  Ring<1> draw_ring;
+  q_ring.parity = kEmptyAtFirst;
 
-  const auto rows_to_come = [&](u32 index) {
+  u32 index = blockIdx.x;  // which is below tiles_of_rows
+#pragma unroll 1
+  while (index < tiles_of_rows) {
     const RowTile rows = row_tile(a, static_cast<i32>(index));
-    return RowsToCome{rows, some_key_tiles(visibility(p, rows.batch, rows.head), rows.row0, kBr, 0), rows.head / p.group};
-  };
-  const auto load_k = [&](const RowsToCome& of, i32 j) {
-    mbarrier_wait(shared.empty_k(k_ring.slot), k_ring.parity);
-    request_tile<KTile>(shared.k(k_ring.slot), a.k_map, shared.full_k(k_ring.slot), j * kBc, p.k_head == 0 ? 0 : of.kv_head,
-                        p.k_batch == 0 ? 0 : of.rows.batch, kReadOften);
-    k_ring.advance();
-  };
-  const auto load_v = [&](const RowsToCome& of, i32 j) {
-    mbarrier_wait(shared.empty_v(v_ring.slot), v_ring.parity);
-    request_tile<VTile>(shared.v(v_ring.slot), a.v_map, shared.full_v(v_ring.slot), j * kBc, p.v_head == 0 ? 0 : of.kv_head,
-                        p.v_batch == 0 ? 0 : of.rows.batch, kReadOften);
-    v_ring.advance();
-  };
-  const auto load_q = [&](const RowsToCome& of) {
-    const Visibility see = visibility(p, of.rows.batch, of.rows.head);
+    const Visibility see = visibility(p, rows.batch, rows.head);
+    const KeyTiles keys = some_key_tiles(see, rows.row0, kBr, 0);
+    *shared.key_work() = {keys.first, keys.end, rows.head / p.group, rows.batch};
+    mbarrier_arrive(shared.full_work());
+
+    const i32 q_head = p.q_head == 0 ? 0 : rows.head, q_batch = p.q_batch == 0 ? 0 : rows.batch;
+    if (kQStages == 1)  // there is no room for it yet, but in the L2 cache
+#pragma unroll
+      for (i32 w = 0; w < kConsumers; ++w) prefetch_tile<QTile>(a.q_map, rows.row0 + w * kWarpgroupRows, q_head, q_batch);
 #pragma unroll 1  // registers are few here
     for (i32 w = 0; w < kConsumers; ++w) {
-      const RowWork work = row_work(see, of.rows, of.keys, w);
+      const RowWork work = row_work(see, rows, keys, w);
       mbarrier_wait(shared.empty_q(q_ring.slot, w), q_ring.parity);
       *shared.row_work(q_ring.slot, w) = work;
-      request_tile<QTile>(shared.q(q_ring.slot, w), a.q_map, shared.full_q(q_ring.slot, w), work.rows.row0, q_head(p, of.rows),
-                          q_batch(p, of.rows), kReadOnce);
+      request_tile<QTile>(shared.q(q_ring.slot, w), a.q_map, shared.full_q(q_ring.slot, w), work.rows.row0, q_head, q_batch, kReadOnce);
     }
     q_ring.advance();
-  };
-  const auto prefetch_q = [&](const RowsToCome& of) {
-#pragma unroll
-    for (i32 w = 0; w < kConsumers; ++w)
-      prefetch_tile<QTile>(a.q_map, of.rows.row0 + w * kWarpgroupRows, q_head(p, of.rows), q_batch(p, of.rows));
-  };
-
-  // In the order of their use: K_j comes before V_j+1, and the first K of a tile of rows before the last V of the one before. Which rows
-  // come next is found out while tiles are under way that the warpgroups wait for, and Q is asked for then; with one slot, it comes ahead
-  // as far as the L2 cache. Nothing but that stands between two loads: the warpgroups wait for this thread.
-  const u32 tiles_of_rows = a.tiles;
-  RowsToCome now = rows_to_come(blockIdx.x), next;  // blockIdx.x is below tiles_of_rows
-  if (kQStages > 1) load_q(now);
-  load_k(now, now.keys.end - 1);
-  for (bool more = true;; now = next) {
-    if (kQStages == 1) load_q(now);
-    const u32 index = gridDim.x + atomicInc(a.next_tile, tiles_of_rows - 1);  // back to 0 after as many times
-    const auto look_ahead = [&] {
-      more = index < tiles_of_rows;
-      if (!more) return;
-      next = rows_to_come(index);
-      if (kQStages > 1)
-        load_q(next);
-      else
-        prefetch_q(next);
-    };
-    if (now.keys.end - now.keys.first == 1) look_ahead();
-#pragma unroll 1
-    for (i32 j = now.keys.end - 1; j > now.keys.first; --j) {
-      load_k(now, j - 1);
-      load_v(now, j);
-      if (j == now.keys.end - 1) look_ahead();
-    }
-    if (more) load_k(next, next.keys.end - 1);
-    load_v(now, now.keys.first);
-    if (!more) break;
+    mbarrier_wait(shared.draw(), draw_ring.parity);
+    draw_ring.advance();
+    index = gridDim.x + atomicInc(a.next_tile, tiles_of_rows - 1);  // back to 0 after as many times
   }
-  for (i32 w = 0; w < kConsumers; ++w) {  // no more rows
+  shared.key_work()->end = kNoRows;
+  mbarrier_arrive(shared.full_work());
+  for (i32 w = 0; w < kConsumers; ++w) {
     mbarrier_wait(shared.empty_q(q_ring.slot, w), q_ring.parity);
     *shared.row_work(q_ring.slot, w) = {{kNoRows}};
     mbarrier_arrive(shared.full_q(q_ring.slot, w));
+  }
+}
+
+// The other asks for K and V in the order of their use: K_j comes before V_j+1, and the first K of a tile of rows before the last V of the
+// one before. The warpgroups wait for this thread: it does nothing else.
+__device__ __forceinline__ void produce_k_v(const WgmmaParams& a, const Shared& shared) {
+  const Params& p = a.p;
+  Ring<kStages> k_ring, v_ring;
+  Ring<1> work_ring;
+  k_ring.parity = v_ring.parity = kEmptyAtFirst;
+
+  const auto next_work = [&] {
+    mbarrier_wait(shared.full_work(), work_ring.parity);
+    work_ring.advance();
+    return *shared.key_work();
+  };
+  const auto load_k = [&](const KeyWork& of, i32 j) {
+    mbarrier_wait(shared.empty_k(k_ring.slot), k_ring.parity);
+    request_tile<KTile>(shared.k(k_ring.slot), a.k_map, shared.full_k(k_ring.slot), j * kBc, p.k_head == 0 ? 0 : of.kv_head,
+                        p.k_batch == 0 ? 0 : of.batch, kReadOften);
+    k_ring.advance();
+  };
+  const auto load_v = [&](const KeyWork& of, i32 j) {
+    mbarrier_wait(shared.empty_v(v_ring.slot), v_ring.parity);
+    request_tile<VTile>(shared.v(v_ring.slot), a.v_map, shared.full_v(v_ring.slot), j * kBc, p.v_head == 0 ? 0 : of.kv_head,
+                        p.v_batch == 0 ? 0 : of.batch, kReadOften);
+    v_ring.advance();
+  };
+
+  KeyWork now = next_work(), next;
+  load_k(now, now.end - 1);
+#pragma unroll 1
+  for (bool more = true; more; now = next) {
+    const i32 draws_at = min(now.first + kStepsAhead, now.end - 1);
+#pragma unroll 1
+    for (i32 j = now.end - 1; j >= now.first; --j) {
+      if (j == draws_at) mbarrier_arrive(shared.draw());
+      if (j > now.first) {
+        load_k(now, j - 1);
+      } else {
+        next = next_work();
+        more = next.end != kNoRows;
+        if (more) load_k(next, next.end - 1);
+      }
+      load_v(now, j);
+    }
   }
 }
 
@@ -467,6 +472,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) forward_wgmma(const __
         mbarrier_init(shared.full_q(slot, w), 1);
         mbarrier_init(shared.empty_q(slot, w), kWarpgroup + (w == 0 ? 32 * kBiasWarps : 0));
       }
+    mbarrier_init(shared.full_work(), 1);
+    mbarrier_init(shared.draw(), 1);
     fence_mbarrier_init();
   }
   __syncthreads();
@@ -474,8 +481,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) forward_wgmma(const __
   // Main loop, and epilogues between: see Consumer::step.
   if (warpgroup == 0) {
     if constexpr (kProducerRegisters > 0) setmaxnreg_dec<kProducerRegisters>();
-    if (threadIdx.x == 0) produce(a, shared);
-    if (kBiasOfKeys && threadIdx.x / 32 == 1) produce_bias(a, shared);
+    if (threadIdx.x == 0) produce_k_v(a, shared);
+    if (threadIdx.x == 32) produce_q(a, shared);
+    if (kBiasOfKeys && threadIdx.x / 32 == 2) produce_bias(a, shared);
   } else {
     if constexpr (kConsumerRegisters > 0) setmaxnreg_inc<kConsumerRegisters>();
     Consumer(a, shared, warpgroup - 1).run();

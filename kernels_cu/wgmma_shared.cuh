@@ -2,7 +2,12 @@
 // for them and the warpgroups that multiply them.
 #pragma once
 
-// What the producer tells a warpgroup about its rows.
+// What the thread that asks for Q tells the one that asks for K and V: from which tile of keys to which, and whose
+struct alignas(16) KeyWork {
+  i32 first, end;  // kNoRows: there is no more to do
+  i32 kv_head, batch;
+};
+// And what it tells a warpgroup about its rows.
 struct alignas(16) RowWork {
   RowTile rows;
   i32 passed_over;  // key tiles that the block needs, and not the warpgroup: before those that it needs
@@ -28,6 +33,9 @@ struct Shared {
   __device__ __forceinline__ u32 empty_q(i32 slot, i32 warpgroup) const {
     return barrier(4 * kStages + (kQStages + slot) * kConsumers + warpgroup);
   }
+  __device__ __forceinline__ u32 full_work() const { return barrier(kRingBarriers); }
+  __device__ __forceinline__ u32 draw() const { return barrier(kRingBarriers + 1); }  // the next rows
+  __device__ __forceinline__ KeyWork* key_work() const { return reinterpret_cast<KeyWork*>(base + kKeyWork); }
   __device__ __forceinline__ RowWork* row_work(i32 slot, i32 warpgroup) const {
     return reinterpret_cast<RowWork*>(base + kRowWork) + slot * kConsumers + warpgroup;
   }
@@ -48,8 +56,9 @@ struct Shared {
   static constexpr i32 kStageBytes = 16 * kPanelRowBytes;
   static constexpr i32 kBarriers = kStage + 4 * kConsumers * kStageBytes;
   static constexpr i32 kBarrierBytes = 8;
-  static constexpr i32 kRowWork =
-      kBarriers + (4 * kStages + 2 * kQStages * kConsumers) * kBarrierBytes / alignof(RowWork) * alignof(RowWork) + alignof(RowWork);
+  static constexpr i32 kRingBarriers = 4 * kStages + 2 * kQStages * kConsumers;
+  static constexpr i32 kKeyWork = kBarriers + (kRingBarriers + 2) * kBarrierBytes;
+  static constexpr i32 kRowWork = kKeyWork + static_cast<i32>(sizeof(KeyWork));
   static constexpr i32 kBiasSlots = kStages + 1;
   static constexpr i32 kBiasTiles = kRowWork + kQStages * kConsumers * static_cast<i32>(sizeof(RowWork));
 
