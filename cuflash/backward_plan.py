@@ -179,7 +179,7 @@ def why_not_backward_wgmma_by_default(spec: Spec, device: DeviceInfo) -> str | N
 
 def why_no_backward_maps(problem: BackwardProblem) -> str | None:
     """Why q, k, v or dO cannot be described to TMA; None where they can."""
-    if reason := why_no_tensor_map(problem.forward):
+    if reason := why_no_tensor_map(problem.forward, writes_out=False):
         return reason
     if problem.forward.n_q == 0:
         return "TMA does not read empty arrays"

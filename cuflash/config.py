@@ -202,10 +202,11 @@ class MmaConfig:
 
 
 WARPGROUP = 128
-WARPGROUP_ROWS = 64
+WARPGROUP_ROWS, WARP_ROWS = 64, 16
 PANEL_COLUMNS = 64
 SWIZZLE_BYTES = 1024  # where a swizzled tile is aligned to
-STAGE_BYTES = 4 * 16 * 128  # for the rows of a warpgroup, a panel at a time, on their way out
+STAGE_BYTES = 4 * 16 * 128  # for a panel of the rows of a warpgroup on its way out
+HOPPER_SHARED_BYTES = 227 << 10  # of a block
 KEY_WORK_BYTES, ROW_WORK_BYTES = 16, 48  # what is told of a tile of rows: to whom asks for K and V, and to a warpgroup
 MEGABYTE = 1 << 20
 
@@ -284,8 +285,10 @@ class WgmmaConfig:
         tiles = q_tiles * WARPGROUP_ROWS * qk + self.stages * self.b_c * (qk + v)
         barriers = 8 * (4 * self.stages + 2 * q_tiles + 2)
         bias = (self.stages + 1) * self.b_c * FLOAT_BYTES if spec.bias_of_keys else 0
-        others = STAGE_BYTES * self.consumers + barriers + KEY_WORK_BYTES + ROW_WORK_BYTES * q_tiles + bias
-        return tiles + others + SWIZZLE_BYTES
+        others = barriers + KEY_WORK_BYTES + ROW_WORK_BYTES * q_tiles + bias + SWIZZLE_BYTES
+        panel = STAGE_BYTES * self.consumers
+        room = max(1, (HOPPER_SHARED_BYTES - tiles - others) // panel)  # for panels of O on their way out
+        return tiles + others + panel * min(room, -(-spec.d_v // PANEL_COLUMNS))
 
     def products(self, spec: Spec) -> dict[str, tuple[int, ...]]:
         """The shapes of wgmma that the kernel uses: those of Q K^T and of P V."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cuflash.compiler import Variant, load_function
-from cuflash.config import MEGABYTE, WARPGROUP_ROWS, MmaConfig, SimtConfig, WgmmaConfig
+from cuflash.config import MEGABYTE, WARP_ROWS, WARPGROUP_ROWS, MmaConfig, SimtConfig, WgmmaConfig
 from cuflash.counters import Counters, current_counters
 from cuflash.device import DeviceInfo
 from cuflash.driver import Kernel
@@ -78,9 +78,9 @@ def shift(addresses: Sequence[int], offset: Sequence[int]) -> Sequence[int]:
     return [address + step if address else 0 for address, step in zip(addresses, offset, strict=True)]
 
 
-# What WgmmaParams of kernels_cu/forward_wgmma.cu adds to the parameter block: three tensor maps before it, this behind.
+# What WgmmaParams of kernels_cu/forward_wgmma.cu adds to the parameter block: four tensor maps before it, this behind.
 SCHEDULE_BLOCK = struct.Struct("<Q2i48x")  # up to a multiple of 64 bytes, the alignment of a map
-WGMMA_BLOCK = struct.Struct(f"<{3 * f'{MAP_BYTES}s'}{len(ADDRESSES)}Q{SIZE_BLOCK.size}sQ")  # up to the counter
+WGMMA_BLOCK = struct.Struct(f"<{4 * f'{MAP_BYTES}s'}{len(ADDRESSES)}Q{SIZE_BLOCK.size}sQ")  # up to the counter
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class WgmmaLaunch:
     Attributes
     ----------
     maps : tuple of TensorMaps
-        Those of q, k and v.
+        Those of q, k, v and out.
     """
 
     function: Any
@@ -99,7 +99,7 @@ class WgmmaLaunch:
     shared_bytes: int
     sizes: bytes
     offsets: tuple[tuple[int, ...], ...]
-    maps: tuple[TensorMaps, TensorMaps, TensorMaps]
+    maps: tuple[TensorMaps, TensorMaps, TensorMaps, TensorMaps]
     tiles: int
     section: int
     counters: Counters
@@ -108,17 +108,17 @@ class WgmmaLaunch:
     def kernel(self) -> Kernel:
         """The function, with all parameters but maps, addresses and the counter."""
         none = bytes(MAP_BYTES)
-        content = wgmma_block((none, none, none), NO_OFFSET, self.sizes, 0, self.tiles, self.section)
+        content = wgmma_block((none, none, none, none), NO_OFFSET, self.sizes, 0, self.tiles, self.section)
         return Kernel(self.function, self.grid, self.threads, self.shared_bytes, content)
 
     def __call__(self, addresses: Sequence[int], stream: Any = None) -> None:
         """Launch on the current device and on `stream`, as `Launch` does."""
-        kernel, (q, k, v) = self.kernel, self.maps
+        kernel, (q, k, v, out) = self.kernel, self.maps
         pointer = kernel.stream(stream)
         for offset in self.offsets:
             shifted = addresses if offset is NO_OFFSET else shift(addresses, offset)
             parameters = kernel.take()
-            maps = q.at(shifted[0]), k.at(shifted[1]), v.at(shifted[2])
+            maps = q.at(shifted[0]), k.at(shifted[1]), v.at(shifted[2]), out.at(shifted[3])
             WGMMA_BLOCK.pack_into(parameters.block, 0, *maps, *shifted, self.sizes, self.counters.next(pointer))
             kernel.launch(parameters, pointer)
 
@@ -130,15 +130,16 @@ def wgmma_block(
     return b"".join((*maps, ADDRESS_BLOCK.pack(*addresses), sizes, SCHEDULE_BLOCK.pack(counter, tiles, section)))
 
 
-def wgmma_maps(problem: Problem, config: WgmmaConfig) -> tuple[MapLayout, MapLayout, MapLayout]:
-    """How q, k and v are described to TMA."""
+def wgmma_maps(problem: Problem, config: WgmmaConfig) -> tuple[MapLayout, MapLayout, MapLayout, MapLayout]:
+    """How q, k, v and out are described to TMA."""
     batch, steps, _ = split_batch(problem)
     rank, shapes = len(problem.batch), problem.shapes()
-    q, k, v = (
+    box_rows = (("q", WARPGROUP_ROWS), ("k", config.b_c), ("v", config.b_c), ("out", WARP_ROWS))
+    q, k, v, out = (
         map_layout(problem.spec.dtype, shapes[name], problem.strides[name][rank : rank + 2], batch, steps[name], rows)
-        for name, rows in (("q", WARPGROUP_ROWS), ("k", config.b_c), ("v", config.b_c))
+        for name, rows in box_rows
     )
-    return q, k, v
+    return q, k, v, out
 
 
 def wgmma_section(problem: Problem, config: WgmmaConfig) -> int:
@@ -266,7 +267,7 @@ def make_launch(problem: Problem, choice: Choice, device: DeviceInfo) -> Launch 
         kernel=f"forward_{choice.family}", spec=problem.spec, config=config, architecture=device.architecture
     )
     if isinstance(config, WgmmaConfig):
-        q_map, k_map, v_map = wgmma_maps(problem, config)
+        q, k, v, out = (TensorMaps(layout) for layout in wgmma_maps(problem, config))
         return WgmmaLaunch(
             function=load_function(variant),
             grid=min(grid, device.multiprocessors),
@@ -274,7 +275,7 @@ def make_launch(problem: Problem, choice: Choice, device: DeviceInfo) -> Launch 
             shared_bytes=config.shared_bytes(problem.spec),
             sizes=sizes,
             offsets=offsets,
-            maps=(TensorMaps(q_map), TensorMaps(k_map), TensorMaps(v_map)),
+            maps=(q, k, v, out),
             tiles=grid,
             section=wgmma_section(problem, config),
             counters=current_counters(),

@@ -32,12 +32,16 @@ class MapLayout(NamedTuple):
     box: tuple[int, int, int, int]
 
 
-def why_no_tensor_map(problem: Problem) -> str | None:
-    """Why q, k or v cannot be described to TMA; None where they can. Alignment is `Spec.aligned`."""
+def why_no_tensor_map(problem: Problem, writes_out: bool = True) -> str | None:
+    """Why q, k, v, or out where TMA writes it, cannot be described to TMA; None where they can.
+
+    Alignment is `Spec.aligned`.
+    """
     if problem.n_k == 0 or problem.d_v == 0:
         return "TMA does not read empty arrays"
     rank = len(problem.batch)
-    for name, rows in (("q", problem.n_q), ("k", problem.n_k), ("v", problem.n_k)):
+    rows_of = {"q": problem.n_q, "k": problem.n_k, "v": problem.n_k, **({"out": problem.n_q} if writes_out else {})}
+    for name, rows in rows_of.items():
         if reason := why_no_map(name, problem.spec.dtype, rows, problem.strides[name][: rank + 2]):
             return reason
     return None

@@ -25,7 +25,7 @@
 #include "wgmma_store.cuh"
 
 struct WgmmaParams {
-  TensorMap q_map, k_map, v_map;  // boxes: the panels of a tile
+  TensorMap q_map, k_map, v_map, out_map;  // boxes: the panels of a tile, and of O those of a warp
   Params p;
   u32* next_tile;  // 0 before and after a launch, and no other launch's meanwhile
   i32 tiles;       // of rows, over all heads and batch entries
@@ -389,7 +389,7 @@ struct Consumer {
     o_has_products = true;
   }
   __device__ __forceinline__ void store(const float (&per_l)[2], const RowTile& of) {
-    store_rows(a.p, o, per_l, of, shared.stage(warpgroup, warp), lane);
+    store_rows(a.out_map, o, per_l, of, shared.stage(warpgroup, warp), lane);
   }
   // Tiles that only other warpgroups need: this one waits until they are there, all the same, so as not to take one phase for another.
   __device__ __forceinline__ void pass_k(Ring<kStages>& ring, i32 count) const {
@@ -480,7 +480,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) forward_wgmma(const __
 
   // Prologue: barriers.
   if (threadIdx.x == 0) {
-    for (const TensorMap* map : {&a.q_map, &a.k_map, &a.v_map}) prefetch_tensormap(map);
+    for (const TensorMap* map : {&a.q_map, &a.k_map, &a.v_map, &a.out_map}) prefetch_tensormap(map);
     constexpr u32 kConsumerWarps = 4 * kConsumers;
     constexpr u32 kBiasWarps = kBiasOfKeys ? 1 : 0;
     for (i32 slot = 0; slot < kStages; ++slot) {
@@ -509,5 +509,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) forward_wgmma(const __
   } else {
     if constexpr (kConsumerRegisters > 0) setmaxnreg_inc<kConsumerRegisters>();
     Consumer(a, shared, warpgroup - 1).run();
+    if (threadIdx.x % 32 == 0) bulk_wait_group<0>();  // O has left shared memory
   }
 }

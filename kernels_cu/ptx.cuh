@@ -162,7 +162,13 @@ __device__ __forceinline__ void tma_load_4d(u32 smem, const TensorMap* map, u32 
       "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "l"(cache_policy)
       : "memory");
 }
-// The same as far as the L2 cache
+// The way back, without what would leave the array; a bulk copy (below)
+__device__ __forceinline__ void tma_store_4d(const TensorMap* map, u32 smem, i32 x, i32 y, i32 z, i32 w) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map), "r"(smem), "r"(x), "r"(y),
+               "r"(z), "r"(w)
+               : "memory");
+}
+// A copy from device memory as far as the L2 cache
 __device__ __forceinline__ void tma_prefetch_4d(const TensorMap* map, i32 x, i32 y, i32 z, i32 w) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }

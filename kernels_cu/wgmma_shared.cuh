@@ -14,6 +14,8 @@ struct alignas(16) RowWork {
   KeyTiles tiles;
   i32 passed_over_behind;  // and behind
 };
+constexpr i32 kMostSharedBytes = 227 << 10;  // of a block, on Hopper
+constexpr i32 kWarpRows = 16, kWarpPanelBytes = kWarpRows * kPanelRowBytes;
 constexpr i32 kNoRows = -1;  // as row0: there is no more to do
 
 struct Shared {
@@ -44,8 +46,8 @@ struct Shared {
   // that is done with a K is done with the bias of the tile before.
   __device__ __forceinline__ float* bias(i32 slot) const { return reinterpret_cast<float*>(base + kBiasTiles) + slot * kBc; }
 
-  // A panel of a warp's rows, on their way to device memory
-  __device__ __forceinline__ u8* stage(i32 warpgroup, i32 warp) const { return base + kStage + (4 * warpgroup + warp) * kStageBytes; }
+  // Panels of a warp's rows of O, on their way to device memory
+  __device__ __forceinline__ u32 stage(i32 warpgroup, i32 warp) const { return address + kStage + (4 * warpgroup + warp) * kStageBytes; }
 
   // From an address to a pointer
   __device__ __forceinline__ u8* at(u32 place) const { return base + (place - address); }
@@ -53,13 +55,15 @@ struct Shared {
   static constexpr i32 kK = kQStages * kConsumers * QTile::kBytes;
   static constexpr i32 kV = kK + kStages * KTile::kBytes;
   static constexpr i32 kStage = kV + kStages * VTile::kBytes;
-  static constexpr i32 kStageBytes = 16 * kPanelRowBytes;
-  static constexpr i32 kBarriers = kStage + 4 * kConsumers * kStageBytes;
   static constexpr i32 kBarrierBytes = 8;
-  static constexpr i32 kRingBarriers = 4 * kStages + 2 * kQStages * kConsumers;
+  static constexpr i32 kRingBarriers = 4 * kStages + 2 * kQStages * kConsumers, kBiasSlots = kStages + 1;
+  static constexpr i32 kOthers = (kRingBarriers + 2) * kBarrierBytes + static_cast<i32>(sizeof(KeyWork)) +
+                                 kQStages * kConsumers * static_cast<i32>(sizeof(RowWork)) + (kBiasOfKeys ? kBiasSlots * kBc * 4 : 0);
+  static constexpr i32 kRoom = (kMostSharedBytes - kAtomBytes - kStage - kOthers) / (4 * kConsumers * kWarpPanelBytes);  // panels for each warp
+  static constexpr i32 kStagePanels = kRoom < VTile::kPanels ? kRoom : VTile::kPanels, kStageBytes = kStagePanels * kWarpPanelBytes;
+  static constexpr i32 kBarriers = kStage + 4 * kConsumers * kStageBytes;
   static constexpr i32 kKeyWork = kBarriers + (kRingBarriers + 2) * kBarrierBytes;
   static constexpr i32 kRowWork = kKeyWork + static_cast<i32>(sizeof(KeyWork));
-  static constexpr i32 kBiasSlots = kStages + 1;
   static constexpr i32 kBiasTiles = kRowWork + kQStages * kConsumers * static_cast<i32>(sizeof(RowWork));
 
  private:

@@ -1,33 +1,34 @@
 // The end of rows: O and LSE to device memory, from the accumulators of a warpgroup (wgmma_panels.cuh).
 #pragma once
 
-// A warp's 16 rows from `rows` on, as far as they are live, and of them the first `columns` columns: panel after panel by way of shared
-// memory, `stage`, where rows become whole again.
+// A warp's 16 rows from `row` on leave by way of shared memory, `stage`, from where TMA takes them, as many panels at a time as find room.
+// They may be on their way still when this returns: lane 0 waits for them, before the stage is written again and at the end of the kernel.
 template <i32 kColumns>
-__device__ __forceinline__ void store_staged(Element* rows, i64 stride, i32 live_rows, i32 columns, const float (&x)[kColumns / 2],
-                                             const float (&factor)[2], u8* stage, i32 lane) {
-  constexpr i32 kChunks = kColumns / kChunkElements;
-  const auto place = [&](i32 row, i32 chunk) { return row * kPanelRowBytes + (chunk ^ row % kSwizzleRows) * kChunkBytes; };
+__device__ __forceinline__ void store_staged(const TensorMap& map, i32 row, i32 head, i32 batch, const float (&x)[kColumns / 2],
+                                             const float (&factor)[2], u32 stage, i32 lane) {
+  constexpr i32 kPanels = PanelTile<kWarpRows, kColumns>::kPanels, kChunks = kColumns / kChunkElements;
 #pragma unroll
-  for (i32 panel = 0; panel < kChunks; panel += kSwizzleRows) {  // its first chunk
-    __syncwarp();  // the panel before has been read, or that of the rows before
+  for (i32 first = 0; first < kPanels; first += Shared::kStagePanels) {
+    const i32 end = min(first + Shared::kStagePanels, kPanels);
+    if (lane == 0) bulk_wait_group_read<0>();
+    __syncwarp();
 #pragma unroll
-    for (i32 chunk = 0; chunk < min(kSwizzleRows, kChunks - panel); chunk += 2) {
+    for (i32 chunk = first * kSwizzleRows; chunk < min(end * kSwizzleRows, kChunks); chunk += 2) {
       u32 word[4];
 #pragma unroll
       for (i32 i = 0; i < 4; ++i) {
-        const i32 at = 4 * (panel + chunk + i / 2) + 2 * (i % 2);
+        const i32 at = 4 * (chunk + i / 2) + 2 * (i % 2);
         word[i] = pack2(x[at] * factor[i % 2], x[at + 1] * factor[i % 2], Element{});
       }
-      stmatrix_x4(smem_address(stage) + place(lane % 16, chunk + lane / 16), word);
+      stmatrix_x4(stage + PanelTile<kWarpRows, kColumns>::offset(lane % 16, chunk - first * kSwizzleRows + lane / 16), word);
     }
+    fence_proxy_async();
     __syncwarp();
+    if (lane == 0) {
 #pragma unroll
-    for (i32 first = 0; first < 16; first += 4) {
-      const i32 row = first + lane / 8, chunk = lane % 8;
-      if (row < live_rows && (panel + chunk) * kChunkElements < columns)
-        *reinterpret_cast<Vector<u32, 4>*>(rows + row * stride + (panel + chunk) * kChunkElements) =
-            *reinterpret_cast<const Vector<u32, 4>*>(stage + place(row, chunk));
+      for (i32 panel = first; panel < end; ++panel)
+        tma_store_4d(&map, stage + (panel - first) * kWarpPanelBytes, panel * kPanelColumns, row, head, batch);
+      bulk_commit_group();
     }
   }
 }
@@ -49,13 +50,11 @@ __device__ __forceinline__ void end_rows(const Params& p, const Rows& rows, cons
 }
 
 // O / l, and 0 for an empty row, whatever was in O
-__device__ __forceinline__ void store_rows(const Params& p, float (&o)[kORegisters], const float (&per_l)[2], const RowTile& of, u8* stage,
+__device__ __forceinline__ void store_rows(const TensorMap& map, float (&o)[kORegisters], const float (&per_l)[2], const RowTile& of, u32 stage,
                                            i32 lane) {
   if (__any_sync(0xffffffff, per_l[0] == 0 || per_l[1] == 0)) {
 #pragma unroll
     for (i32 i = 0; i < kORegisters; ++i) o[i] = per_l[row_of_s(i)] == 0 ? 0 : o[i];
   }
-  const i32 first_row = of.row0 - lane / 4;
-  Element* const out = p.out + of.batch * p.out_batch + of.head * p.out_head + first_row * p.out_row;
-  store_staged<kDv>(out, p.out_row, p.n_q - first_row, p.d_v, o, per_l, stage, lane);
+  store_staged<kDv>(map, of.row0 - lane / 4, of.head, of.batch, o, per_l, stage, lane);
 }

@@ -49,7 +49,7 @@ def pick(choices: Any, key: Any) -> Any:
 
 def configs_for(case: Case) -> tuple[Spec, list[BackwardWgmmaConfig]]:
     problem = read_forward(make_inputs(case), case.options)[1]
-    if problem.is_empty(False) or why_no_tensor_map(problem) or 0 in (problem.n_q, problem.n_k):
+    if problem.is_empty(False) or why_no_tensor_map(problem, writes_out=False) or 0 in (problem.n_q, problem.n_k):
         return problem.spec, []
     return problem.spec, [config for config in CONFIGS if config.why_illegal(problem.spec, H200) is None]
 

@@ -5,6 +5,7 @@
 #pragma once
 #include "mbarriers.h"
 #include "matrices.h"
+#include "tma.h"
 
 namespace emulator {
 
@@ -24,33 +25,24 @@ void bulk_load(u32 shared, const void* global, u32 bytes, u32 mbarrier) {
 }
 
 // ---- from shared memory ----
-// One that adds keeps subnormal numbers on an H200, as measured, though PTX lets it take them for 0.
-void bulk_write(void* global, u32 shared, u32 bytes, bool adds) {
-  const void* const caller = __builtin_return_address(0);
+// What is read must have been written, for the asynchronous proxy to see.
+inline void check_bulk_read(Block& block, u32 offset, u32 bytes, const char* how, const void* caller) {
+  if (!machine.options.watched) return;
+  for_cells(offset, bytes, [&](u32 cell, u32 mask) {
+    const Touch& written = check_written(block, *running, cell, mask, false, how, caller);
+    if (block.initialised[cell] != kWholeCell) fail_uninitialised(cell, how, caller);
+    check_proxy_fence(block, *running, written, cell, caller);
+  });
+}
+// write(from) does the copy, from the `bytes` of shared memory that start at `offset`.
+template <class Write> inline void begin_bulk_write(u32 offset, u32 bytes, const void* caller, Write write) {
   Thread& self = *running;
   Block& block = *self.block;
-  check_bulk(global, bytes, caller);
-  check_global(static_cast<const u8*>(global), bytes, true, caller);
-  const char* const how = "asks for a bulk copy of";
-  const u32 offset = check_bounds(shared_pointer(shared, kBulkAlignment, "a bulk copy", caller), bytes, how, caller);
-  if (machine.options.watched)
-    for_cells(offset, bytes, [&](u32 cell, u32 mask) {
-      const Touch& written = check_written(block, self, cell, mask, false, how, caller);
-      if (block.initialised[cell] != kWholeCell) fail_uninitialised(cell, how, caller);
-      check_proxy_fence(block, self, written, cell, caller);
-    });
   self.bulk_copies.push_back({self.bulk_group, offset, bytes, caller});
   BulkCopy* const own = &self.bulk_copies.back();
   block.bulk_reads.push_back(own);
-  post([&block, own, global, adds] {
-    const u8* const from = own->is_read ? own->words.data() : block.shared + own->offset;
-    for (u32 i = 0; i < own->bytes; i += 4) {
-      float x, sum;
-      memcpy(&x, from + i, 4);
-      memcpy(&sum, static_cast<u8*>(global) + i, 4);
-      sum = adds ? sum + x : x;
-      memcpy(static_cast<u8*>(global) + i, &sum, 4);
-    }
+  post([&block, own, write] {
+    write(own->is_read ? own->words.data() : block.shared + own->offset);
     own->done = true;
     for (const auto& each : machine.blocks)
       for (Warp& warp : each->warps)
@@ -58,6 +50,51 @@ void bulk_write(void* global, u32 shared, u32 bytes, bool adds) {
           if (!strcmp(thread->wait.what, "bulk copies")) wake(*thread);
   });
   maybe_give_way();
+}
+
+// One that adds keeps subnormal numbers on an H200, as measured, though PTX lets it take them for 0.
+void bulk_write(void* global, u32 shared, u32 bytes, bool adds) {
+  const void* const caller = __builtin_return_address(0);
+  check_bulk(global, bytes, caller);
+  check_global(static_cast<const u8*>(global), bytes, true, caller);
+  const char* const how = "asks for a bulk copy of";
+  const u32 offset = check_bounds(shared_pointer(shared, kBulkAlignment, "a bulk copy", caller), bytes, how, caller);
+  check_bulk_read(*running->block, offset, bytes, how, caller);
+  begin_bulk_write(offset, bytes, caller, [global, bytes, adds](const u8* from) {
+    for (u32 i = 0; i < bytes; i += 4) {
+      float x, sum;
+      memcpy(&x, from + i, 4);
+      memcpy(&sum, static_cast<u8*>(global) + i, 4);
+      sum = adds ? sum + x : x;
+      memcpy(static_cast<u8*>(global) + i, &sum, 4);
+    }
+  });
+}
+
+// Of a box of a tensor map, without what would leave the array
+void tma_store(u32 shared, const void* encoded, u32 rank, Coordinates at) {
+  const void* const caller = __builtin_return_address(0);
+  const Map map = read_map(encoded, rank, caller);
+  const u32 bytes = map.rows() * map.row_bytes();
+  const char* const how = "asks for a copy by TMA of";
+  const u32 offset = check_bounds(shared_pointer(shared, kBoxAlignment, "TMA", caller), bytes, how, caller);
+  struct Line {
+    u8* to;
+    u32 from, bytes;
+  };
+  std::vector<Line> lines;
+  for (u32 number = 0; number < map.rows(); ++number) {
+    const Piece piece = piece_of(map, at, number);
+    if (piece.bytes) check_global(piece.from, piece.bytes, true, caller);
+    for (u32 i = 0; i < piece.bytes; i += kLine) {
+      const u32 from = swizzle(shared + number * map.row_bytes() + piece.to + i, map.swizzle) - shared;
+      lines.push_back({const_cast<u8*>(piece.from) + i, from, std::min(kLine, piece.bytes - i)});
+      check_bulk_read(*running->block, offset + from, lines.back().bytes, how, caller);
+    }
+  }
+  begin_bulk_write(offset, bytes, caller, [lines](const u8* from) {
+    for (const Line& line : lines) memcpy(line.to, from + line.from, line.bytes);
+  });
 }
 
 void bulk_commit_group() { ++running->bulk_group; }

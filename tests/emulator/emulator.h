@@ -72,6 +72,8 @@ struct Coordinates {
 };
 void tma_load(u32 shared, const void* map, u32 rank, u32 mbarrier, Coordinates at);
 
+void tma_store(u32 shared, const void* map, u32 rank, Coordinates at);  // bulk.h
+
 // wgmma (wgmma.h). `a` null: A is in shared memory. What escapes by address is watched: a thread may not use it too early.
 struct Product {
   u64 a, b;  // descriptors; a is 0 where A is in registers

@@ -95,7 +95,7 @@ def emulated_maps(kernel: Kernel) -> Iterator[None]:
 
 
 def encode_maps(kernel: Kernel, problem: Problem, config: WgmmaConfig, addresses: Sequence[int]) -> list[bytes]:
-    """The tensor maps of q, k and v."""
+    """The tensor maps of q, k, v and out."""
     with emulated_maps(kernel):
         layouts = wgmma_maps(problem, config)
-        return [tensor_maps.encode(layout, address) for layout, address in zip(layouts, addresses[:3], strict=True)]
+        return [tensor_maps.encode(layout, address) for layout, address in zip(layouts, addresses[:4], strict=True)]

@@ -110,6 +110,9 @@ __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity, emulator:
 __device__ __forceinline__ void tma_load_4d(u32 smem, const TensorMap* map, u32 barrier, i32 x, i32 y, i32 z, i32 w, u64 cache_policy) {
   emulator::tma_load(smem, map, 4, barrier, {x, y, z, w, 0});
 }
+__device__ __forceinline__ void tma_store_4d(const TensorMap* map, u32 smem, i32 x, i32 y, i32 z, i32 w) {
+  emulator::tma_store(smem, map, 4, {x, y, z, w, 0});
+}
 __device__ __forceinline__ void tma_prefetch_4d(const TensorMap* map, i32 x, i32 y, i32 z, i32 w) {}
 __device__ __forceinline__ void prefetch_tensormap(const TensorMap* map) {}
 __device__ __forceinline__ void fence_proxy_async() { emulator::fence_proxy_async(); }

@@ -96,12 +96,17 @@ inline void write_box(Block& block, const Map& map, const Coordinates& at, u32 s
 
 constexpr u32 kBoxAlignment = 128;
 
-void tma_load(u32 shared, const void* encoded, u32 rank, u32 mbarrier, Coordinates at) {
-  const void* const caller = __builtin_return_address(0);
+inline Map read_map(const void* encoded, u32 rank, const void* caller) {
   Map map;
   memcpy(&map, encoded, sizeof map);
   if (reinterpret_cast<u64>(encoded) % 64 || map.magic != kMapMagic) fail("TMA is given what is no tensor map, at " + place(caller));
   if (map.rank != rank) fail(format("TMA is given %u coordinates for an array of %u axes, at ", rank, map.rank) + place(caller));
+  return map;
+}
+
+void tma_load(u32 shared, const void* encoded, u32 rank, u32 mbarrier, Coordinates at) {
+  const void* const caller = __builtin_return_address(0);
+  const Map map = read_map(encoded, rank, caller);
   const u32 bytes = map.rows() * map.row_bytes();
   begin_load(shared, bytes, kBoxAlignment, mbarrier, caller, [map, at, shared, caller](Block& block) { write_box(block, map, at, shared, caller); });
 }
