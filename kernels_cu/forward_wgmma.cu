@@ -222,7 +222,7 @@ struct Consumer {
   const float c;
   const bool q_takes_sign = kFolded && __double_as_longlong(a.p.scale_log2) <= 0;  // by its bits: to compare doubles takes long
 
-  Ring<kStages> k_ring, v_ring, passed_k_ring;  // the last: of tiles that are passed over once the first product of new rows is done
+  Ring<kStages> k_ring, v_ring;
   Ring<kQStages> q_ring;
   Ring<Shared::kBiasSlots> bias_ring;
   RowWork work = {};  // rows.row0: this lane's first row
@@ -319,7 +319,6 @@ struct Consumer {
     if constexpr (kFirst) rows = Rows{};
     wgmma_wait_group<kPending ? 1 : 0>();
     pin(s);
-    if constexpr (kFirst && kPassesOver) pass_k(passed_k_ring, work.passed_over);
     arrive(shared.empty_k(k_ring.slot));
     mbarrier_arrive_if(shared.empty_q(q_ring.slot, warpgroup), j == work.tiles.first);  // each for itself, which has read of its rows
     finish_scores_of_tile<kMayBeCut>(s, 0, j, bias_ring.slot);
@@ -337,7 +336,6 @@ struct Consumer {
       arrive(shared.empty_v(v_ring.slot));
       v_ring.advance();
     }
-    if constexpr (kFirst && kPassesOver) pass_v(work.passed_over);
     if constexpr (kFirst && kPending) store(per_l, rows_before);
     if constexpr (kFirst) o_has_products = false;
     pack_p(p, s);
@@ -391,33 +389,19 @@ struct Consumer {
   __device__ __forceinline__ void store(const float (&per_l)[2], const RowTile& of) {
     store_rows(a.out_map, o, per_l, of, shared.stage(warpgroup, warp), lane);
   }
-  // Tiles that only other warpgroups need: this one waits until they are there, all the same, so as not to take one phase for another.
-  __device__ __forceinline__ void pass_k(Ring<kStages>& ring, i32 count) const {
-    for (; count > 0; --count, ring.advance()) {
-      mbarrier_wait(shared.full_k(ring.slot), ring.parity);
-      __syncwarp();  // all lanes have seen the phase end before one of them lets the next begin
-      arrive(shared.empty_k(ring.slot));
-    }
-  }
-  __device__ __forceinline__ void pass_v(i32 count) {
-    for (; count > 0; --count, v_ring.advance()) {
-      mbarrier_wait(shared.full_v(v_ring.slot), v_ring.parity);
-      __syncwarp();
-      arrive(shared.empty_v(v_ring.slot));
-    }
-  }
-  __device__ __forceinline__ void pass_turns(i32 count) {
+  __device__ __forceinline__ void pass_over(i32 count) {
     for (; count > 0; --count) {
       begin_turn();
       end_turn();
+      mbarrier_wait(shared.full_k(k_ring.slot), k_ring.parity);
+      __syncwarp();  // all lanes have seen the phase end before one of them lets the next begin
+      arrive(shared.empty_k(k_ring.slot));
+      k_ring.advance();
       bias_ring.advance();
-    }
-  }
-  __device__ __forceinline__ void pass_over(i32 count) {  // where the tiles pass one after the other
-    for (; count > 0; --count) {
-      pass_turns(1);
-      pass_k(k_ring, 1);
-      pass_v(1);
+      mbarrier_wait(shared.full_v(v_ring.slot), v_ring.parity);
+      __syncwarp();
+      arrive(shared.empty_v(v_ring.slot));
+      v_ring.advance();
     }
   }
 
@@ -430,16 +414,10 @@ struct Consumer {
         if (pending) finish_rows(rows_before);
         return;
       }
-      if (kPassesOver && work.passed_over >= kStages) {  // more than lie in shared memory beside the first that is needed
+      if (kPassesOver && work.passed_over > 0) {
         if (pending) finish_rows(rows_before);
         pending = false;
         pass_over(work.passed_over);
-        work.passed_over = 0;
-      }
-      if (kPassesOver) {
-        passed_k_ring = k_ring;
-        for (i32 i = work.passed_over; i > 0; --i) k_ring.advance();
-        pass_turns(work.passed_over);
       }
       if (pending)
         step<Reference::kFirstMaximum, true>(rows_before);
