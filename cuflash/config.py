@@ -244,7 +244,7 @@ class WgmmaConfig:
     q_stages: int = 1
     ping_pong: bool = True
     speculative: bool = True
-    section_mb: int = 32
+    section_mb: int = 16
 
     family: ClassVar[str] = "wgmma"
 
