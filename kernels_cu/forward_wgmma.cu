@@ -387,7 +387,7 @@ struct Consumer {
     o_has_products = true;
   }
   __device__ __forceinline__ void store(const float (&per_l)[2], const RowTile& of) {
-    store_rows(a.p, a.out_map, o, per_l, of, shared.stage(warpgroup, warp), lane);
+    store_rows(a.out_map, o, per_l, of, shared.stage(warpgroup, warp), lane);
   }
   __device__ __forceinline__ void pass_over(i32 count) {
     for (; count > 0; --count) {
