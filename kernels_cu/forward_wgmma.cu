@@ -3,9 +3,9 @@
 //   S = scale Q K^T,  P = softmax(S),  O = P V,  LSE = m + log l
 //
 // FlashAttention-3, Algorithm 2 (Shah et al. 2024), with a scheduler. As many blocks as there are multiprocessors take tiles of
-// B_r = 64 kConsumers query rows of a head until none is left. In a block, one thread of the producer warpgroup asks TMA for the tiles
-// of Q, K and V; every consumer warpgroup owns 64 rows and keeps its S, P, O and row statistics in registers. Keys are walked from the
-// last tile to the first.
+// B_r = 64 kConsumers query rows of a head until none is left. In a block, two threads of the producer warpgroup ask TMA for tiles, one
+// for those of Q, the other for those of K and V; every consumer warpgroup owns 64 rows and keeps its S, P, O and row statistics in
+// registers. Keys are walked from the last tile to the first.
 //
 // Products run while the softmax does, twice over: within a warpgroup, O += P_j+1 V_j+1 runs under the softmax of S_j, also across the
 // end of a tile of rows; and warpgroups take turns in issuing products (kPingPong), so that one's products run under another's softmax.

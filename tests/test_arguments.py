@@ -9,6 +9,7 @@ from cuflash.device import known_device
 from cuflash.launch import ADDRESSES, batch_strides, pack_sizes, shift, split_batch
 from cuflash.plan import choose, default_config
 from cuflash.problem import Operand, Spec, contiguous_strides, read_problem
+from cuflash.tensor_maps import why_no_tensor_map
 
 
 def normal(*shape, dtype=np.float32, seed=0):
@@ -240,6 +241,13 @@ def test_axes_of_one_element_may_have_any_stride():
     q = operand("q", 1, 1, 1, 64, strides=(3, 5, 7, 1))
     k = operand("k", 1, 1, 5, 64)
     assert read_problem(q, k, k._replace(name="v")).spec.aligned
+
+
+def test_result_that_tma_cannot_write_is_told():
+    q, out = operand("q", 4, 50, 64), operand("out", 4, 50, 64, strides=(3200, -64, 1))
+    problem = read_problem(q, q._replace(name="k"), q._replace(name="v"), out=out)
+    assert why_no_tensor_map(problem) == "TMA takes strides from 0 to 2^40 bytes, got out with (6400, -128)"
+    assert why_no_tensor_map(problem, writes_out=False) is None
 
 
 def test_windows_as_wide_as_the_problem_stay_within_32_bits():

@@ -271,6 +271,43 @@ def test_tma_may_only_read_what_the_kernel_may():
         run("load", floats(1), np.zeros(2048, np.uint8), 2048, maps=maps, arrays=(array,), at=(0, 1, 0, 0))
 
 
+@some_schedules
+@pytest.mark.parametrize("which", BOXES)
+def test_tma_stores_a_box_without_what_would_leave_the_array(which, schedule):
+    box, at, swizzle = BOXES[which]
+    base = np.full((2, 9, 3, 56), 7, np.float16)
+    array = Array("target", base.swapaxes(1, 2)[..., :48], "any")
+    array.values[...] = 7
+    given = floats(*box[::-1]).astype(np.float16)
+    expected = array.values.copy()
+    for index in np.ndindex(given.shape):
+        place = tuple(i + x for i, x in zip(index, at[::-1], strict=True))
+        if all(0 <= i < n for i, n in zip(place, expected.shape, strict=True)):
+            expected[place] = given[index]
+    lying = swizzled(given.view(np.uint8), swizzle)
+    options = {"maps": (encode("store", array, box, swizzle), NO_MAP), "arrays": (array,), "at": at, "writes": "none"}
+    launch_unit("store", lying, np.zeros(1), lying.size, schedule=schedule, **options)
+    assert np.array_equal(array.values, expected)
+
+
+WRONG_STORES = {
+    "store_without_fence": r"reads through the asynchronous proxy .* without fence\.proxy\.async between",
+    "store_before_all_have_written": "asks for a copy by TMA of .* without a barrier|nothing was written",
+    "store_without_wait": "leaves the kernel without waiting for its bulk copy",
+    "store_from_a_crooked_address": "TMA with shared address .* no multiple of 128",
+    "store_from_where_nothing_is": "asks for a copy by TMA of .* nothing was written",
+}
+
+
+@some_schedules
+@pytest.mark.parametrize("name", WRONG_STORES)
+def test_wrong_store_is_reported(name, schedule):
+    array = Array("target", np.zeros((1, 1, 16, 64), np.float16), "any")
+    maps = encode(name, array, (64, 16, 1, 1)), NO_MAP
+    with pytest.raises(EmulatorError, match=WRONG_STORES[name]):
+        run(name, np.zeros(2048, np.uint8), np.zeros(1), 2048, maps=maps, arrays=(array,), schedule=schedule)
+
+
 # ---- wgmma ----
 
 ELEMENTS = {"half_t": np.float16, "bf16_t": ml_dtypes.bfloat16}

@@ -86,10 +86,11 @@ void tma_store(u32 shared, const void* encoded, u32 rank, Coordinates at) {
   for (u32 number = 0; number < map.rows(); ++number) {
     const Piece piece = piece_of(map, at, number);
     if (piece.bytes) check_global(piece.from, piece.bytes, true, caller);
-    for (u32 i = 0; i < piece.bytes; i += kLine) {
-      const u32 from = swizzle(shared + number * map.row_bytes() + piece.to + i, map.swizzle) - shared;
-      lines.push_back({const_cast<u8*>(piece.from) + i, from, std::min(kLine, piece.bytes - i)});
-      check_bulk_read(*running->block, offset + from, lines.back().bytes, how, caller);
+    for (u32 i = 0, count; i < piece.bytes; i += count) {
+      const u32 along = piece.to + i, from = swizzle(shared + number * map.row_bytes() + along, map.swizzle) - shared;
+      count = std::min(kLine - along % kLine, piece.bytes - i);
+      lines.push_back({const_cast<u8*>(piece.from) + i, from, count});
+      check_bulk_read(*running->block, offset + from, count, how, caller);
     }
   }
   begin_bulk_write(offset, bytes, caller, [lines](const u8* from) {

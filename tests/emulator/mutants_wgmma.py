@@ -43,6 +43,7 @@ PROBLEMS = {
         WgmmaConfig(consumers=2, b_c=64),
     ),
     "panels": (Case("wgmma-panels", **SIZED | {"d": (80, 144)}), USUAL),
+    "no-room": (Case("wgmma-no-room", **SMALL | {"n": (80, 70), "d": (256, 256)}), replace(USUAL, b_c=64)),
     "bias-of-keys": (Case("wgmma-bias-of-keys", **SIZED | {"batch": (2,), "n": (150, 150)}, bias="bh-k"), USUAL),
     "bias-of-keys-causal": (
         Case("wgmma-bias-of-keys-causal", **SIZED, bias="-h-k", bias_dtype="float32", options={"causal": "top-left"}),
@@ -67,7 +68,11 @@ WAIT_FOR_O = "      wgmma_wait_group<0>();\n      pin(o);\n"
 RELEASE_K = "    arrive(shared.empty_k(k_ring.slot));\n    mbarrier_arrive_if(shared.empty_q"
 RELEASE_V = "(kPending) {\n      arrive(shared.empty_v(v_ring.slot));\n"  # where WAIT_FOR_O no longer stands between
 SEEN_BY_ALL = "      __syncwarp();  // all lanes have seen the phase end before one of them lets the next begin\n"
-STAGE_READ = "    __syncwarp();  // the panel before has been read, or that of the rows before\n"
+STAGE_READ = "    if (lane == 0) bulk_wait_group_read<0>();\n"
+STAGE_FENCE = "    fence_proxy_async();\n"
+TELL_KEYS = "    *shared.key_work() = {keys.first, keys.end, rows.head / p.group, rows.batch};\n"
+TOLD = "    mbarrier_arrive(shared.full_work());\n"
+WAIT_TO_DRAW = "    mbarrier_wait(shared.draw(), draw_ring.parity);\n"
 TELL_ROWS = "      *shared.row_work(q_ring.slot, w) = work;\n"
 MUTANTS = [
     # ---- tiles that are released too early, or read too early ----
@@ -280,7 +285,9 @@ MUTANTS = [
         "if (false) clear_v_beyond",
         ("lengths",),
     ),
-    Mutant("head-of-the-group", KERNEL, "rows.head / p.group}", "rows.head % p.group}", ("plain",)),
+    Mutant(
+        "head-of-the-group", KERNEL, "rows.head / p.group, rows.batch}", "rows.head % p.group, rows.batch}", ("plain",)
+    ),
     # ---- softmax and what is stored ----
     Mutant(
         "l-not-rescaled", SOFTMAX, "m[r] = to[r];\n        l[r] *= factor[r];\n", "m[r] = to[r];\n", ("rising-by-care",)
@@ -310,11 +317,40 @@ MUTANTS = [
     Mutant("coarse-reference", SOFTMAX, "fabsf(m * c) < kFar", "fabsf(m * c) < 1e30f", ("hot",)),
     Mutant("l-of-one-lane", STORE, "sum_over_quad(rows.l[r])", "rows.l[r]", ("plain",)),
     Mutant("lse-of-base-2", SOFTMAX, " * static_cast<Lse>(kLn2) + log_of", " + log_of", ("plain",)),
-    Mutant("rows-beyond-the-end-written", STORE, "row < live_rows && (panel", "(panel", ("plain",)),
-    Mutant("stage-overwritten-too-early", STORE, STAGE_READ, "", ("panels",)),
+    Mutant(
+        "o-of-other-columns", STORE, "panel * kPanelColumns, row", "(panel - first) * kPanelColumns, row", ("no-room",)
+    ),
+    Mutant(
+        "stage-overwritten-too-early",
+        *(STORE, STAGE_READ, "    if (lane == 0 && first == 0) bulk_wait_group_read<0>();\n", ("no-room",)),
+    ),
     Mutant(
         "stage-of-other-rows-overwritten-too-early",
-        *(STORE, STAGE_READ, "    if (panel > 0) __syncwarp();\n", ("two-ends",)),
+        *(STORE, STAGE_READ, "    if (lane == 0 && first > 0) bulk_wait_group_read<0>();\n", ("two-ends",)),
     ),
-    Mutant("stage-read-too-early", STORE, "    }\n    __syncwarp();\n", "    }\n", ("plain",)),
+    Mutant(
+        "stage-overwritten-before-all-lanes-know",
+        *(STORE, STAGE_READ + "    __syncwarp();\n", STAGE_READ, ("two-ends",)),
+    ),
+    Mutant("stage-read-too-early", STORE, STAGE_FENCE + "    __syncwarp();\n", STAGE_FENCE, ("plain",)),
+    Mutant("stage-not-fenced", STORE, STAGE_FENCE, "", ("plain",)),
+    Mutant("kernel-left-before-o-is", KERNEL, "if (threadIdx.x % 32 == 0) bulk_wait_group<0>();", "", ("plain",)),
+    # ---- rows that are drawn ----
+    Mutant("keys-of-rows-told-too-early", KERNEL, TELL_KEYS + TOLD, TOLD + TELL_KEYS, ("plain",)),
+    Mutant("rows-drawn-before-keys-were-read", KERNEL, WAIT_TO_DRAW, "", ("plain",)),
+    Mutant(
+        "never-drawn-for-one-tile",
+        KERNEL,
+        "if (j == draws_at) mb",
+        "if (j == draws_at && j > now.first) mb",
+        ("two-ends",),
+    ),
+    Mutant("end-not-told", KERNEL, "  shared.key_work()->end = kNoRows;\n", "", ("plain",)),
+    Mutant(
+        "rows-drawn-once-too-often",
+        KERNEL,
+        "a.next_tile, tiles_of_rows - 1)",
+        "a.next_tile, tiles_of_rows)",
+        ("plain",),
+    ),
 ]

@@ -167,6 +167,35 @@ UNIT(load_of_no_map) {
   load_box(other, {}, [](u8*) {});
 }
 
+// ---- TMA, the way back: one box, laid into shared memory as it is given ----
+struct Store {
+  bool fence = true, meet = true, wait = true;
+  i32 from = 0;
+};
+__device__ __forceinline__ void store_box(const Params& p, Store store) {
+  DYNAMIC_SMEM(smem);
+  const u32 base = smem_address(smem), aligned = (base + 1023) / 1024 * 1024;
+  for (i32 i = threadIdx.x; i < p.n; i += blockDim.x) smem[aligned - base + i] = in<u8>(p)[i];
+  if (store.fence) fence_proxy_async();
+  if (store.meet) __syncthreads();
+  if (threadIdx.x != 0) return;
+  tma_store_4d(&p.map, aligned + store.from, p.x[0], p.x[1], p.x[2], p.x[3]);
+  bulk_commit_group();
+  if (store.wait) bulk_wait_group<0>();
+}
+#define STORE(name, ...)  \
+  UNIT(name) {            \
+    Store store;          \
+    __VA_ARGS__;          \
+    store_box(p, store);  \
+  }
+STORE(store, )
+STORE(store_without_fence, store.fence = false)
+STORE(store_before_all_have_written, store.meet = false)
+STORE(store_without_wait, store.wait = false)
+STORE(store_from_a_crooked_address, store.from = 64)
+STORE(store_from_where_nothing_is, store.from = 4096)
+
 // ---- wgmma: D (64 x n) = A (64 x 64) B (64 x n) ----
 // B is given as n rows of 64 in wgmma_ss and as 64 rows of n in wgmma_rs. TMA brings panels of p.width bytes a row, swizzled so; rows
 // of 16 bytes are not swizzled.
