@@ -108,9 +108,9 @@ def test_block_of_hopper_has_maps_and_a_counter_of_its_own(fake, monkeypatch):
     monkeypatch.setattr("cuflash.tensor_maps.encode", lambda layout, address: layout * 64 + bytes([address]) * 64)
     numbers = iter([1000, 2000])
     counters = SimpleNamespace(next=lambda stream: next(numbers) + stream)
-    maps = tuple(TensorMaps(letter) for letter in (b"q", b"k", b"v"))
+    maps = tuple(TensorMaps(letter) for letter in (b"q", b"k", b"v", b"o"))
     made = WgmmaLaunch(FUNCTION, 132, 384, 4096, SIZES, (NO_OFFSET,), maps, tiles=64, section=4, counters=counters)
-    expected = [b"q" * 64 + bytes([101]) * 64, b"k" * 64 + bytes([102]) * 64, b"v" * 64 + bytes([103]) * 64]
+    expected = [letter * 64 + bytes([101 + i]) * 64 for i, letter in enumerate((b"q", b"k", b"v", b"o"))]
     blocks = [wgmma_block(expected, GIVEN, SIZES, number, 64, 4) for number in (1009, 2009)]
     fake.size = len(blocks[0])
     for _ in range(2):
