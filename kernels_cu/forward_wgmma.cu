@@ -108,8 +108,8 @@ __device__ __forceinline__ void produce_q(const WgmmaParams& a, const Shared& sh
     if (kQStages == 1)  // there is no room for it yet, but in the L2 cache
 #pragma unroll
       for (i32 w = 0; w < kConsumers; ++w) prefetch_tile<QTile>(a.q_map, rows.row0 + w * kWarpgroupRows, q_head, q_batch);
-#pragma unroll 1  // registers are few here
-    for (i32 w = 0; w < kConsumers; ++w) {
+#pragma unroll 1  // registers are few here; the last first, which has most keys under a causal mask
+    for (i32 w = kConsumers - 1; w >= 0; --w) {
       const RowWork work = row_work(see, rows, keys, w);
       mbarrier_wait(shared.empty_q(q_ring.slot, w), q_ring.parity);
       *shared.row_work(q_ring.slot, w) = work;
@@ -387,7 +387,8 @@ struct Consumer {
     o_has_products = true;
   }
   __device__ __forceinline__ void store(const float (&per_l)[2], const RowTile& of) {
-    store_rows(a.out_map, o, per_l, of, shared.stage(warpgroup, warp), lane);
+    const i32 thread = static_cast<i32>(thread_index_again());  // rather than what registers hold
+    store_rows(a.out_map, o, per_l, of, shared.stage(warpgroup, thread / 32 % 4), thread % 32);
   }
   __device__ __forceinline__ void pass_over(i32 count) {
     for (; count > 0; --count) {
