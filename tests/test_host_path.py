@@ -173,11 +173,15 @@ def test_tensor_maps_are_made_once_an_address_and_bounded(monkeypatch):
 
 @pytest.fixture
 def planned(monkeypatch):
-    """What is launched: (addresses, stream) of each call; and `made`, the problems for which a launch was made."""
-    launches, made = [], []
+    """What is launched: (addresses, stream) of each call.
 
-    def make_launch(problem, choice, device):
+    And of each launch that was made: `made`, the problem, and `wanted`, whether it writes LSE.
+    """
+    launches, made, wanted = [], [], []
+
+    def make_launch(problem, choice, device, want_lse):
         made.append(problem)
+        wanted.append(want_lse)
         return lambda addresses, stream: launches.append((list(addresses), stream))
 
     monkeypatch.setattr(call.CALLS, "known", {})
@@ -188,7 +192,7 @@ def planned(monkeypatch):
     monkeypatch.setattr(
         arrays.CupyKind, "maker", lambda self, shape, dtype, q: lambda like: at(NEW.data.ptr, shape, dtype)
     )
-    return SimpleNamespace(launches=launches, made=made)
+    return SimpleNamespace(launches=launches, made=made, wanted=wanted)
 
 
 def address(array):
@@ -251,6 +255,13 @@ def test_result_is_made_where_none_is_given(planned):
     result = cuflash.attention(Q, K, V)
     assert (result.shape, result.dtype) == (Q.shape, Q.dtype)
     assert planned.launches[0][0] == [*map(address, (Q, K, V, result)), 0, 0, 0, 0, 0]
+
+
+def test_launch_is_made_for_a_result_with_lse_or_without(planned):
+    for want_lse in False, True, False:
+        cuflash.attention(Q, K, V, return_lse=want_lse)
+    assert planned.wanted == [False, True]
+    assert [addresses[ADDRESSES.index("lse")] != 0 for addresses, _ in planned.launches] == [False, True, False]
 
 
 def test_second_call_is_not_checked_again_and_has_its_own_addresses(planned):
