@@ -127,6 +127,9 @@ def plan_call(call: Call, options: Options, config: Any) -> Planned:
     if not on_cpu:
         operands |= {name: as_copied(operands[name]) for name in ("q", "k", "v") if is_strided(given[name])}
     problem = read_problem(**operands, **options._asdict())
+    if not on_cpu and call.out is not None and is_strided(call.out):
+        operands["out"] = as_copied(operands["out"])  # now that its own strides are checked
+        problem = read_problem(**operands, **options._asdict())
     if on_cpu and call.out is not None and not call.out.flags.writeable:
         raise ValueError("out must be writable, got a read-only array")
     refuse_overlap(call, memory_of)
@@ -135,7 +138,7 @@ def plan_call(call: Call, options: Options, config: Any) -> Planned:
 
 
 def as_copied(operand: Operand) -> Operand:
-    """A strided array as the contiguous copy of it that the kernel is given."""
+    """A strided array as the contiguous one that the kernel is given in its place."""
     return operand._replace(strides=contiguous_strides(operand.shape), alignment=VECTOR_BYTES)
 
 
