@@ -127,6 +127,9 @@ def plan_call(call: Call, options: Options, config: Any) -> Planned:
     if not on_cpu:
         operands |= {name: as_copied(operands[name]) for name in ("q", "k", "v") if is_strided(given[name])}
     problem = read_problem(**operands, **options._asdict())
+    if not on_cpu and call.out is not None and is_strided(call.out):
+        operands["out"] = as_copied(operands["out"])  # now that its own strides are checked
+        problem = read_problem(**operands, **options._asdict())
     if on_cpu and call.out is not None and not call.out.flags.writeable:
         raise ValueError("out must be writable, got a read-only array")
     refuse_overlap(call, memory_of)
@@ -135,7 +138,7 @@ def plan_call(call: Call, options: Options, config: Any) -> Planned:
 
 
 def as_copied(operand: Operand) -> Operand:
-    """A strided array as the contiguous copy of it that the kernel is given."""
+    """A strided array as the contiguous one that the kernel is given in its place."""
     return operand._replace(strides=contiguous_strides(operand.shape), alignment=VECTOR_BYTES)
 
 
@@ -270,7 +273,7 @@ def remember(kind: CupyKind, given: Sequence[Any], options: Options, return_lse:
         if device is None:
             raise TypeError(f"q must be an array of a GPU, got {type(call.q).__name__}")
         strided = any(is_strided(array) for array in (views.q, views.k, views.v, views.out) if array is not None)
-        launch = None if strided or problem.is_empty(return_lse) else launch_of(problem, choice, device)
+        launch = None if strided or problem.is_empty(return_lse) else launch_of(problem, choice, device, return_lse)
         ends = {place: byte_bounds(memory_of(x)._replace(address=0)) for place, x in enumerate(views) if x is not None}
         written = ends.pop(OUT, (0, 0))
         return Remembered(
@@ -301,11 +304,11 @@ def first_that_loads(
             choice = choose()
 
 
-def launch_of(problem: Problem, choice: plan.Choice, device: DeviceInfo) -> Launch | WgmmaLaunch:
+def launch_of(problem: Problem, choice: plan.Choice, device: DeviceInfo, want_lse: bool = True) -> Launch | WgmmaLaunch:
     """Compile and load what was chosen, or what comes after it."""
     return first_that_loads(
         choice,
-        lambda chosen: make_launch(problem, chosen, device),
+        lambda chosen: make_launch(problem, chosen, device, want_lse),
         lambda: plan.choose(problem, device),
         lambda: key_of(problem, device),
     )

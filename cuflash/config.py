@@ -207,7 +207,7 @@ PANEL_COLUMNS = 64
 SWIZZLE_BYTES = 1024  # where a swizzled tile is aligned to
 STAGE_BYTES = 4 * 16 * 128  # for a panel of the rows of a warpgroup on its way out
 HOPPER_SHARED_BYTES = 227 << 10  # of a block
-KEY_WORK_BYTES, ROW_WORK_BYTES = 16, 48  # what is told of a tile of rows: to whom asks for K and V, and to a warpgroup
+KEY_WORK_BYTES, ROW_WORK_BYTES = 16, 48  # of a tile of rows, for the thread that asks for K and V, for a warpgroup
 MEGABYTE = 1 << 20
 
 # Registers of a producer and a consumer thread by consumer warpgroups; (0, 0) leaves them as they are. A launch gives
@@ -279,7 +279,7 @@ class WgmmaConfig:
         }
 
     def shared_bytes(self, spec: Spec) -> int:
-        """Dynamic shared memory of a block, as in the map of forward_wgmma.cu, and what its alignment may cost."""
+        """Dynamic shared memory of a block, as in the map of wgmma_shared.cuh, and what its alignment may cost."""
         qk, v = (-(-d // PANEL_COLUMNS) * PANEL_COLUMNS * ITEM_BYTES[spec.dtype] for d in (spec.d, spec.d_v))
         q_tiles = self.q_stages * self.consumers
         tiles = q_tiles * WARPGROUP_ROWS * qk + self.stages * self.b_c * (qk + v)

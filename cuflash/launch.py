@@ -130,9 +130,11 @@ def wgmma_block(
     return b"".join((*maps, ADDRESS_BLOCK.pack(*addresses), sizes, SCHEDULE_BLOCK.pack(counter, tiles, section)))
 
 
-def wgmma_maps(problem: Problem, config: WgmmaConfig) -> tuple[MapLayout, MapLayout, MapLayout, MapLayout]:
+def wgmma_maps(
+    problem: Problem, config: WgmmaConfig, want_lse: bool = True
+) -> tuple[MapLayout, MapLayout, MapLayout, MapLayout]:
     """How q, k, v and out are described to TMA."""
-    batch, steps, _ = split_batch(problem)
+    batch, steps, _ = split_batch(problem, want_lse)
     rank, shapes = len(problem.batch), problem.shapes()
     box_rows = (("q", WARPGROUP_ROWS), ("k", config.b_c), ("v", config.b_c), ("out", WARP_ROWS))
     q, k, v, out = (
@@ -179,12 +181,17 @@ def batch_strides(problem: Problem) -> dict[str, tuple[int, ...]]:
     return {name: steps[:rank] for name, steps in (*problem.strides.items(), ("lse", lse))}
 
 
-def split_batch(problem: Problem) -> tuple[int, dict[str, int], list[dict[str, int]]]:
-    """The batch of one launch, its strides, and the offsets (in elements) of every launch."""
+def split_batch(problem: Problem, want_lse: bool = True) -> tuple[int, dict[str, int], list[dict[str, int]]]:
+    """The batch of one launch, its strides, and the offsets (in elements) of every launch.
+
+    A launch takes the longest axis; but if it writes the log-sum-exp, of which it knows no strides, it takes the last
+    one, along which entries follow one another.
+    """
     extents, merged = merge_batch_axes(problem.batch, batch_strides(problem))
-    longest = extents.index(max(extents)) if extents else None
-    inner = 1 if longest is None else extents.pop(longest)
-    steps = {name: 0 if longest is None else own.pop(longest) for name, own in merged.items()}
+    inner, steps = 1, dict.fromkeys(merged, 0)
+    if extents:
+        axis = len(extents) - 1 if want_lse else extents.index(max(extents))
+        inner, steps = extents.pop(axis), {name: own.pop(axis) for name, own in merged.items()}
     offsets = [
         {name: sum(i * s for i, s in zip(index, own, strict=True)) for name, own in merged.items()}
         for index in itertools.product(*map(range, extents))
@@ -200,12 +207,14 @@ def scale_log2(scale: float, spec: Spec) -> float:
     return math.copysign(LEAST_FLOAT32, factor)
 
 
-def pack_sizes(problem: Problem, b_r: int, pack_gqa: bool = False) -> tuple[int, bytes, tuple[tuple[int, ...], ...]]:
+def pack_sizes(
+    problem: Problem, b_r: int, pack_gqa: bool = False, want_lse: bool = True
+) -> tuple[int, bytes, tuple[tuple[int, ...], ...]]:
     """Blocks of one launch, the parameter block after its addresses, and the address offsets of every launch in bytes.
 
     With `pack_gqa`, the `b_r` rows of a block are those of all query heads that share a head of k and v.
     """
-    batch, steps, offsets = split_batch(problem)
+    batch, steps, offsets = split_batch(problem, want_lse)
     strides: list[int] = []
     for name, count in STRIDES_PER_ARRAY.items():
         own = problem.strides.get(name)
@@ -257,17 +266,21 @@ def item_bytes(problem: Problem) -> dict[str, int]:
     }
 
 
-def make_launch(problem: Problem, choice: Choice, device: DeviceInfo) -> Launch | WgmmaLaunch:
-    """Compile and load what `problem` needs on the current device, `device`."""
+def make_launch(problem: Problem, choice: Choice, device: DeviceInfo, want_lse: bool = True) -> Launch | WgmmaLaunch:
+    """Compile and load what `problem` needs on the current device, `device`.
+
+    Without `want_lse`, it must not be given an address for the log-sum-exp.
+    """
     config = choice.config
     if not isinstance(config, (SimtConfig, MmaConfig, WgmmaConfig)):
         raise TypeError(f"no GPU kernel for {config!r}")
-    grid, sizes, offsets = pack_sizes(problem, config.b_r, isinstance(config, MmaConfig) and config.pack_gqa)
+    packs_gqa = isinstance(config, MmaConfig) and config.pack_gqa
+    grid, sizes, offsets = pack_sizes(problem, config.b_r, packs_gqa, want_lse)
     variant = Variant(
         kernel=f"forward_{choice.family}", spec=problem.spec, config=config, architecture=device.architecture
     )
     if isinstance(config, WgmmaConfig):
-        q, k, v, out = (TensorMaps(layout) for layout in wgmma_maps(problem, config))
+        q, k, v, out = (TensorMaps(layout) for layout in wgmma_maps(problem, config, want_lse))
         return WgmmaLaunch(
             function=load_function(variant),
             grid=min(grid, device.multiprocessors),

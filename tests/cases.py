@@ -118,6 +118,8 @@ def heads_and_batches() -> Iterator[Case]:
     yield Case("one-key-set-for-all-batches", n=(13, 20), batch=(3,), kv_batch=(1,))
     yield Case("one-query-set-for-all-batches", n=(13, 20), batch=(1,), kv_batch=(3,), dtype="float32")
     yield Case("batches-broadcast-both-ways", n=(13, 20), batch=(2, 1), kv_batch=(3,), heads=(2, 1), dtype="bfloat16")
+    for dtype in "float16", "float32":
+        yield Case(f"batch-axes-apart-{dtype}", n=(13, 20), batch=(3, 2), kv_batch=(1, 2), dtype=dtype)
     yield Case("many-tiny-problems", n=(1, 1), d=(8, 8), batch=(300,), heads=(1, 1), dtype="float32")
 
 

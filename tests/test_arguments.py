@@ -277,11 +277,12 @@ def random_problem(rng):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("want_lse", [True, False], ids=["lse", "no-lse"])
 @pytest.mark.parametrize("seed", range(200))
-def test_launches_reach_every_batch_entry_at_its_own_address(seed):
+def test_launches_reach_every_batch_entry_at_its_own_address(seed, want_lse):
     problem = random_problem(np.random.default_rng(seed))
-    grid, _, offsets = pack_sizes(problem, 16)
-    batch, steps, _ = split_batch(problem)
+    grid, _, offsets = pack_sizes(problem, 16, want_lse=want_lse)
+    batch, steps, _ = split_batch(problem, want_lse)
     assert grid == batch * problem.h_q
     assert batch * len(offsets) == np.prod(problem.batch, initial=1)
     items = {"q": 2, "k": 2, "v": 2, "out": 2, "lse": 4, "mask": 1, "kv_lengths": 8}
@@ -296,6 +297,20 @@ def test_launches_reach_every_batch_entry_at_its_own_address(seed):
         for i in range(batch)
     ]
     assert sorted(reached) == sorted(wanted)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_entries_of_a_launch_that_writes_lse_follow_one_another_in_it(seed):
+    problem = random_problem(np.random.default_rng(seed))
+    batch, steps, _ = split_batch(problem)
+    assert batch == 1 or steps["lse"] == problem.h_q * problem.n_q
+
+
+def test_a_launch_that_writes_no_lse_takes_the_longest_axis():
+    problem = read_problem(operand("q", 3, 2, 4, 5, 16), operand("k", 1, 2, 4, 6, 16), operand("v", 3, 1, 4, 6, 16))
+    for want_lse, batch in (True, 2), (False, 3):
+        assert split_batch(problem, want_lse)[0] == batch
+        assert len(pack_sizes(problem, 16, want_lse=want_lse)[2]) == 6 // batch
 
 
 def test_an_absent_array_stays_absent_in_every_launch():

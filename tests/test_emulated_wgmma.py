@@ -110,6 +110,22 @@ def test_tiles_are_shared_out_among_any_number_of_blocks(blocks):
     check(case, SMALL, Schedule("random", resident=3, asynchronous="at_random", seed=6), blocks)
 
 
+@pytest.mark.parametrize("want_lse", [True, False], ids=["lse", "no-lse"])
+@pytest.mark.parametrize("axes", [(0, 1, 2, 3), (3, 1, 0, 2), (2, 3, 0, 1)], ids=str)
+def test_result_is_written_where_it_lies_by_several_launches(axes, want_lse):
+    # batch axes that do not merge: K and V have no first one, and of O all axes but the last lie in any order
+    case = Case(
+        "launches", n=(70, 33), d=(16, 24), heads=(4, 2), batch=(3, 2), kv_batch=(1, 2), options={"causal": True}
+    )
+    inputs = make_inputs(case)
+    _, problem = read(inputs, case.options)
+    lying = np.zeros([problem.out_shape[axis] + 1 for axis in axes] + [32], np.float16)
+    out = lying.transpose(*np.argsort(axes), 4)[1:, :-1, 1:, :-1, 8:]
+    result, lse = attention(inputs, case.options, SMALL, ADVERSARIES[-1], out=out, want_lse=want_lse)
+    assert result.strides == out.strides
+    gold.check(result, lse, **inputs, **case.options)
+
+
 @pytest.mark.parametrize("id", ["window", "lengths", "soaring"])
 def test_bits_do_not_depend_on_the_schedule(id):
     case, config = PROBLEMS[id]

@@ -18,7 +18,7 @@ from cuflash import arrays, backward, backward_launch, call, driver, launch
 from cuflash.arrays import CUPY
 from cuflash.backward_config import BackwardSimtConfig
 from cuflash.call import Call, Options
-from cuflash.config import SimtConfig
+from cuflash.config import SimtConfig, WgmmaConfig
 from cuflash.device import known_device
 from cuflash.launch import ADDRESSES, NO_OFFSET, SIZE_BLOCK, Launch, WgmmaLaunch, wgmma_block
 from cuflash.tensor_maps import MAP_BYTES, MAX_KNOWN_ADDRESSES, MapLayout, TensorMaps
@@ -173,11 +173,15 @@ def test_tensor_maps_are_made_once_an_address_and_bounded(monkeypatch):
 
 @pytest.fixture
 def planned(monkeypatch):
-    """What is launched: (addresses, stream) of each call; and `made`, the problems for which a launch was made."""
-    launches, made = [], []
+    """What is launched: (addresses, stream) of each call.
 
-    def make_launch(problem, choice, device):
+    And of each launch that was made: `made`, the problem, and `wanted`, whether it writes LSE.
+    """
+    launches, made, wanted = [], [], []
+
+    def make_launch(problem, choice, device, want_lse):
         made.append(problem)
+        wanted.append(want_lse)
         return lambda addresses, stream: launches.append((list(addresses), stream))
 
     monkeypatch.setattr(call.CALLS, "known", {})
@@ -188,7 +192,7 @@ def planned(monkeypatch):
     monkeypatch.setattr(
         arrays.CupyKind, "maker", lambda self, shape, dtype, q: lambda like: at(NEW.data.ptr, shape, dtype)
     )
-    return SimpleNamespace(launches=launches, made=made)
+    return SimpleNamespace(launches=launches, made=made, wanted=wanted)
 
 
 def address(array):
@@ -251,6 +255,22 @@ def test_result_is_made_where_none_is_given(planned):
     result = cuflash.attention(Q, K, V)
     assert (result.shape, result.dtype) == (Q.shape, Q.dtype)
     assert planned.launches[0][0] == [*map(address, (Q, K, V, result)), 0, 0, 0, 0, 0]
+
+
+def test_launch_is_made_for_a_result_with_lse_or_without(planned):
+    for want_lse in False, True, False:
+        cuflash.attention(Q, K, V, return_lse=want_lse)
+    assert planned.wanted == [False, True]
+    assert [addresses[ADDRESSES.index("lse")] != 0 for addresses, _ in planned.launches] == [False, True, False]
+
+
+def test_kernel_is_chosen_for_the_contiguous_result_that_stands_in_for_a_strided_one(planned):
+    out = at(FIRST + (1 << 26), strides=(32768, 8192, -128, 4))  # rows backwards, every second column
+    problem, choice, _ = call.plan_call(Call(Q, K, V, out), Options(), WgmmaConfig(2, 64))
+    assert (problem.strides["out"], choice.family) == ((8192, 2048, 32, 1), "wgmma")
+    repeating = at(FIRST + (1 << 26), strides=(32768, 8192, 4, 4))
+    with pytest.raises(ValueError, match="out must not repeat elements"):
+        call.plan_call(Call(Q, K, V, repeating), Options(), None)
 
 
 def test_second_call_is_not_checked_again_and_has_its_own_addresses(planned):

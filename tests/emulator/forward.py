@@ -13,7 +13,7 @@ from cuflash import tensor_maps
 from cuflash.arrays import DTYPE_OF, describe, is_strided
 from cuflash.compiler import Variant
 from cuflash.config import MmaConfig, SimtConfig, WgmmaConfig
-from cuflash.launch import ADDRESS_BLOCK, ADDRESSES, pack_sizes, wgmma_block, wgmma_maps, wgmma_section
+from cuflash.launch import ADDRESS_BLOCK, ADDRESSES, pack_sizes, shift, wgmma_block, wgmma_maps, wgmma_section
 from cuflash.problem import Problem, read_problem
 from emulator.build import Kernel, build
 from emulator.launch import SCHEDULES, Array, EmulatorError, Schedule, launch
@@ -57,17 +57,19 @@ def attention(
     if not problem.is_empty(want_lse):
         variant = Variant(f"forward_{config.family}", problem.spec, config, ARCHITECTURE)
         kernel = build(variant.kernel, variant.header(), texts, optimized=isinstance(config, SimtConfig))
-        grid, sizes, offsets = pack_sizes(problem, config.b_r, isinstance(config, MmaConfig) and config.pack_gqa)
+        grid, sizes, offsets = pack_sizes(
+            problem, config.b_r, isinstance(config, MmaConfig) and config.pack_gqa, want_lse
+        )
         addresses = [arrays[name].address if name in arrays else 0 for name in ADDRESSES]
         if isinstance(config, WgmmaConfig):
             arrays["next_tile"] = Array("next_tile", np.zeros(1, np.uint32), writes="any")
             arrays["next_tile"].values[...] = 0
         for offset in offsets:
-            shifted = [a + b for a, b in zip(addresses, offset, strict=True)]
+            shifted = shift(addresses, offset)
             params = ADDRESS_BLOCK.pack(*shifted) + sizes
             if isinstance(config, WgmmaConfig):
                 counter, section = arrays["next_tile"].address, wgmma_section(problem, config)
-                maps = encode_maps(kernel, problem, config, shifted)
+                maps = encode_maps(kernel, problem, config, shifted, want_lse)
                 params = wgmma_block(maps, shifted, sizes, counter, grid, section)
             launch(
                 kernel,
@@ -94,8 +96,10 @@ def emulated_maps(kernel: Kernel) -> Iterator[None]:
         yield
 
 
-def encode_maps(kernel: Kernel, problem: Problem, config: WgmmaConfig, addresses: Sequence[int]) -> list[bytes]:
+def encode_maps(
+    kernel: Kernel, problem: Problem, config: WgmmaConfig, addresses: Sequence[int], want_lse: bool
+) -> list[bytes]:
     """The tensor maps of q, k, v and out."""
     with emulated_maps(kernel):
-        layouts = wgmma_maps(problem, config)
+        layouts = wgmma_maps(problem, config, want_lse)
         return [tensor_maps.encode(layout, address) for layout, address in zip(layouts, addresses[:4], strict=True)]
