@@ -156,7 +156,7 @@ def test_the_same_binary_is_timed_once(faults, machine):
     faults()
     workload = Workload("bfloat16", 1, (2, 1), (400, 500), (64, 64))
     full = Space.legal(workload.problem(), known_device("sm_90"))
-    sections = [full.points[0], *((*full.points[0][:-1], mb) for mb in (16, 64))]  # without a mask all are the same
+    sections = [full.points[0], *((*full.points[0][:-1], mb) for mb in (32, 64))]  # without a mask all are the same
     space = Space(full.problem, full.device, full.default, full.axes, sections)
     backend = GpuBackend(machine, workload, space)
     timed = []
