@@ -45,6 +45,8 @@ SIZE_BLOCK = struct.Struct(f"<{sum(STRIDES_PER_ARRAY.values())}q4d16iQ")
 MAP_ALIGNMENT_IN_BLOCK = 64
 LEAST_HEADS = 8  # that are worked on together without a mask, on Hopper
 CONDITION_BLOCK = struct.Struct("<Q")  # what SIZE_BLOCK ends with
+HEADS_OF_PART = 4  # of the query heads that share keys, where these have several tickets on Hopper
+LEAST_STEPS = 16  # of a walk through one query head, on average, for that to be worth it
 STEPS_APART = 3  # from when dQ of a tile is added to when the next block may add its own
 
 
@@ -195,7 +197,7 @@ def pack_blocks(problem: BackwardProblem, b_r: int, b_c: int) -> tuple[tuple[tup
             forward.scale,
             batch,
             forward.h_q,
-            forward.h_q // max(forward.h_kv, 1),
+            query_heads_of_keys(problem),
             forward.n_q,
             forward.n_k,
             forward.d,
@@ -279,7 +281,7 @@ def mma_section(problem: BackwardProblem, config: BackwardMmaConfig, device: Dev
     if starts are spread over the time that a block takes; and that all blocks start with keys that many rows see.
     """
     forward = problem.forward
-    longest = -(-forward.n_q // config.b_r) * (forward.h_q // max(forward.h_kv, 1))
+    longest = -(-forward.n_q // config.b_r) * query_heads_of_keys(problem)
     steps = max(longest // 4 if problem.spec.right else longest, 1)  # the last blocks of a head are short
     key_tiles = max(-(-forward.n_k // config.b_c), 1)
     resident = device.multiprocessors * config.resident_blocks(problem.spec, device)
@@ -295,13 +297,35 @@ def wgmma_scratch(problem: BackwardProblem, config: BackwardWgmmaConfig) -> dict
     is_half = problem.spec.dtype == "float16"
     sized_rows = heads * round_up(forward.n_q, STATISTICS_ROWS) if is_half else 0
     key_tiles = split_batch(problem)[0] * forward.h_kv * -(-forward.n_k // config.b_c)
+    summed_tiles = key_tiles if wgmma_heads_of_part(problem, config) < query_heads_of_keys(problem) else 0
     return {
         "dq_sums": ((tiles, config.pieces(problem.spec) * config.piece_floats(problem.spec)), "float32"),
         "turns": ((tiles,), "int32"),
         "next_ticket": ((2,), "int32"),
         "row_sizes": ((sized_rows,), "float32"),
         "v_sizes": ((key_tiles if is_half and config.splits_products else 0,), "float32"),
+        "key_sums": ((summed_tiles, config.b_c, problem.spec.d + problem.spec.d_v), "float32"),
+        "key_turns": ((summed_tiles, config.consumers), "int32"),
     }
+
+
+def query_heads_of_keys(problem: BackwardProblem) -> int:
+    """How many query heads share a head of k and v."""
+    return max(problem.forward.h_q // max(problem.forward.h_kv, 1), 1)
+
+
+def wgmma_heads_of_part(problem: BackwardProblem, config: BackwardWgmmaConfig) -> int:
+    """How many of the query heads that share keys a ticket has, at most.
+
+    Under a causal mask walks differ in length: with all heads in one, blocks wait long for each other, and what one
+    block reads falls out of the L2 cache before another, heads behind it, asks for it. But each further ticket of the
+    same keys costs the traffic of dK and dV once more. The order of sums follows from this number: it must not depend
+    on the batch.
+    """
+    spec, group = problem.spec, query_heads_of_keys(problem)
+    steps = -(-problem.forward.n_q // config.b_r) / 2
+    is_divided = spec.left != spec.right and steps >= LEAST_STEPS and not config.splits_products
+    return min(group, HEADS_OF_PART) if is_divided else group
 
 
 def wgmma_section(problem: BackwardProblem, config: BackwardWgmmaConfig, device: DeviceInfo) -> int:
@@ -336,8 +360,10 @@ def wgmma_part(problem: BackwardProblem, config: BackwardWgmmaConfig, device: De
     chunks = -(-round_up(forward.n_q, STATISTICS_ROWS) // (config.threads // STATISTICS_LANES))
     key_tiles = -(-forward.n_k // config.b_c)
     directions = 2 if spec.left != spec.right else 1  # a head of an odd number that lacks a second one has void tickets
-    tickets = batch * round_up(forward.h_kv, directions) * key_tiles
-    blocks = min(batch * forward.h_kv * key_tiles, device.multiprocessors)
+    heads_of_part = wgmma_heads_of_part(problem, config)
+    parts = -(-query_heads_of_keys(problem) // heads_of_part)
+    tickets = batch * round_up(forward.h_kv, directions) * key_tiles * parts
+    blocks = min(batch * forward.h_kv * key_tiles * parts, device.multiprocessors)
     rows_of_blocks = batch * forward.h_q * -(-forward.n_q // config.owned_rows)
     parts_of_dq = batch * forward.h_q * -(-forward.n_q // config.b_r) * config.pieces(spec) * 4  # one for a warp
     row_blocks = (
@@ -360,7 +386,12 @@ def wgmma_part(problem: BackwardProblem, config: BackwardWgmmaConfig, device: De
         launchable(stages),
         pack_blocks(problem, config.b_r, config.b_c),
         tail=struct.pack(
-            "<3i", tickets, wgmma_section(problem, config, device), wgmma_row_section(problem, config, device)
+            "<5i",
+            tickets,
+            parts,
+            heads_of_part,
+            wgmma_section(problem, config, device),
+            wgmma_row_section(problem, config, device),
         )
         + wgmma_scale(problem),
         maps=tuple(maps),

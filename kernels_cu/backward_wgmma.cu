@@ -38,7 +38,10 @@ struct BackwardWgmmaParams {
   u32* next_ticket;  // of tiles of keys, and of rows where they have a kernel of their own
   float* row_sizes;  // |dO| of every row, (batch, head, row), for float16
   float* v_sizes;    // the largest number of every tile of V, (batch, head, tile), where rows have a kernel of their own
+  float* key_sums;   // dK and dV of keys that have several tickets, as the threads of consumers hold them (wgmma_backward_parts.cuh)
+  i32* key_turns;    // for each tile of such keys and each consumer, how many parts have added to their sums
   i32 tickets;
+  i32 parts, heads_of_part;  // of the query heads that share keys; the last part may have fewer
   i32 section;      // heads of k and v that are worked on together, of each direction (wgmma_backward_order.cuh)
   i32 row_section;  // query heads that are worked on together (wgmma_backward_rows.cuh)
   float scale;      // what P's exponent takes q . k by (wgmma_backward_weights.cuh): made of a double again in every step, it would be late
@@ -50,6 +53,7 @@ constexpr i32 kNoTicket = -1;
 #include "wgmma_backward_units.cuh"
 #include "wgmma_backward_weights.cuh"
 #include "wgmma_backward_consumer.cuh"
+#include "wgmma_backward_parts.cuh"
 
 // ---- constants ----
 constexpr u64 kReadOnce = 0x12f0000000000000, kReadOften = 0x14f0000000000000;  // L2 policies: evict first, evict last
@@ -108,7 +112,7 @@ __device__ __forceinline__ void produce(const BackwardWgmmaParams& a, const Shar
       continue;
     }
     const auto request_q = [&] {
-      const i32 slot = slot_of<kSlots>(steps), head = walk.head(p, tile);
+      const i32 slot = slot_of<kSlots>(steps), head = walk.head(a, tile);
       mbarrier_wait(shared.empty_q(slot), parity_of<kSlots>(steps) ^ kEmptyAtFirst);
       mbarrier_arrive_expect_tx(shared.full_q(slot), QTile::kBytes + Shared::kStatisticsBytes);
       request_tile<QTile>(shared.q(slot), a.q_map, shared.full_q(slot), walk.row_tile * kBr, p.q_head == 0 ? 0 : head,
@@ -119,7 +123,7 @@ __device__ __forceinline__ void produce(const BackwardWgmmaParams& a, const Shar
     request_v();
 #pragma unroll 1
     for (;;) {
-      const i32 slot = slot_of<kSlots>(steps), head = walk.head(p, tile);
+      const i32 slot = slot_of<kSlots>(steps), head = walk.head(a, tile);
       mbarrier_wait(shared.empty_dout(slot), parity_of<kSlots>(steps) ^ kEmptyAtFirst);
       mbarrier_arrive_expect_tx(shared.full_dout(slot), DoutTile::kBytes + Shared::kStatisticsBytes);
       request_tile<DoutTile>(shared.dout(slot), a.dout_map, shared.full_dout(slot), walk.row_tile * kBr, p.dout_head == 0 ? 0 : head,
@@ -155,7 +159,7 @@ __device__ __forceinline__ void add_in_turn(const BackwardWgmmaParams& a, const 
     const KeyTile tile = key_tile(a, ticket);
 #pragma unroll 1
     for (Walk walk(a, tile); walk.left > 0; walk.advance(a.p)) {
-      const i64 index = row_tile_index(a.p, tile.batch, walk.head(a.p, tile), walk.row_tile);
+      const i64 index = row_tile_index(a.p, tile.batch, walk.head(a, tile), walk.row_tile);
       const i32 turn = adders(visibility(a.p, tile.batch, 0), walk.row_tile).turn(tile);
 #pragma unroll 1
       for (i32 piece = 0; piece < kDqPieces; ++piece, ++pieces) {
@@ -249,7 +253,7 @@ __device__ __forceinline__ void multiply_ds_k(const BackwardWgmmaParams& a, cons
         if constexpr (kDeterministic) {
           mbarrier_arrive_if(shared.full_dq(dq_slot), lane == 0);
         } else if (lane == 0) {
-          const i64 index = row_tile_index(a.p, tile.batch, walk.head(a.p, tile), walk.row_tile);
+          const i64 index = row_tile_index(a.p, tile.batch, walk.head(a, tile), walk.row_tile);
           bulk_add_f32(a.dq_sums + ((index * kDqPieces + piece) * kWarps + warp) * (kDqPieceFloats / kWarps), to, kWarpBytes);
           bulk_commit_group();
         }
@@ -278,7 +282,7 @@ struct Consumer : KeyOwner {
     issue_keys_by_rows<kD>(s, shared.k(k_ring.slot) + number * kKeysOfConsumer * kPanelRowBytes, shared.q(slot));
   }
   template <bool kMasked> __device__ __forceinline__ void weigh_scores(const float* lse, const KeyTile& of, const Walk& walk) {
-    const i32 key = first_key(of) + own_key(), head = walk.head(a.p, of);
+    const i32 key = first_key(of) + own_key(), head = walk.head(a, of);
     const auto keep = [&](i32 i, float first, float second) { slopes.keep(i, first, second); };
     weigh<kMasked>(s, lse, scores_of(a, of.batch, head), visibility(a.p, of.batch, head), key, walk.row_tile * kBr + 2 * (lane() % 4), keep);
     p.cut_off_of(s);  // here, among the exponentials: behind both branches it would wait for all of them, and for dK
@@ -340,8 +344,19 @@ struct Consumer : KeyOwner {
     ++steps;
   }
 
-  __device__ __forceinline__ void store(float per_unit) const {
+  __device__ __forceinline__ void store(float per_unit) {
     const KeyTile of = key_tile(a, read(shared.ticket(k_ring.slot)));  // once more, so that it need not be kept
+    if (a.parts > 1) {
+#pragma unroll
+      for (i32 i = 0; i < kDkRegisters; ++i) dk[i] *= per_unit;  // which each part has its own of
+      per_unit = 1;
+      const KeySums sums = {a, of};
+      sums.begin();
+      sums.add(0, dk);
+      sums.add(kKeysOfConsumer * kD, dv);
+      sums.end();
+      if (!sums.is_last()) return;
+    }
     const i32 key = first_key(of) + own_key();
     store_dv(of, key, dv);
     store_dk(of, key, dk, per_unit);
@@ -407,6 +422,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_wgmma_statist
   const i32 first_row = static_cast<i32>(blockIdx.x % blocks_of_head) * kStatisticsRows;
   if (first_row >= a.p.row_tiles * kBr) return;
   if (blockIdx.x == 0 && threadIdx.x < 2) a.next_ticket[threadIdx.x] = 0;
+  if (a.parts > 1 && blockIdx.x == 0)
+    for (i32 i = threadIdx.x; i < a.p.batch * (a.p.heads / a.p.group) * a.p.key_tiles * kConsumers; i += kThreads) a.key_turns[i] = 0;
   if (kSplit) return;
   const i64 head = blockIdx.x / blocks_of_head, index = head * a.p.row_tiles + first_row / kBr;
   if constexpr (kDeterministic) {

@@ -25,7 +25,7 @@ struct Weigher : KeyOwner {
     issue_keys_by_rows<kD>(s, shared.k(k_ring.slot), shared.q(slot));
   }
   template <bool kMasked> __device__ __forceinline__ void weigh_scores(const float* lse, const KeyTile& of, const Walk& walk) {
-    const i32 head = walk.head(a.p, of), row = walk.row_tile * kBr + 2 * (lane() % 4);
+    const i32 head = walk.head(a, of), row = walk.row_tile * kBr + 2 * (lane() % 4);
     Vector<float, 2>* const to = shared.p() + thread_index_again() % kWarpgroup;
     const auto keep = [&](i32 i, float first, float second) {
       to[i * kWarpgroup] = {kSoftcap ? s[2 * i] * first : s[2 * i], kSoftcap ? s[2 * i + 1] * second : s[2 * i + 1]};

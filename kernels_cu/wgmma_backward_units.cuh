@@ -42,8 +42,8 @@ __device__ __forceinline__ void find_sizes(float (&sizes)[3], const BackwardWgmm
 #pragma unroll
   for (i32 i = 0; i < 3; ++i) sizes[i] = 0;
 #pragma unroll 1
-  for (i32 head = 0; head < p.group; ++head) {
-    const i64 first = (static_cast<i64>(tile.batch) * p.heads + tile.kv_head * p.group + head) * p.statistics_rows;
+  for (i32 head = first_head(a, tile); head < first_head(a, tile) + heads_of(a, tile); ++head) {
+    const i64 first = (static_cast<i64>(tile.batch) * p.heads + head) * p.statistics_rows;
 #pragma unroll 4  // loads that are under way together
     for (i32 row = rows.first * kBr + 4 * thread; row < rows.end * kBr; row += 4 * kWarpgroup) {
       const Four dout = *reinterpret_cast<const Four*>(a.row_sizes + first + row), delta = *reinterpret_cast<const Four*>(p.row_delta + first + row);
