@@ -8,8 +8,8 @@ __device__ __forceinline__ void store_staged(const TensorMap& map, i32 row, i32 
                                              const float (&factor)[2], u32 stage, i32 lane) {
   constexpr i32 kPanels = PanelTile<kWarpRows, kColumns>::kPanels, kChunks = kColumns / kChunkElements;
 #pragma unroll
-  for (i32 first = 0; first < kPanels; first += Shared::kStagePanels) {
-    const i32 end = min(first + Shared::kStagePanels, kPanels);
+  for (i32 first = 0; first < kPanels; first += kStagePanels) {
+    const i32 end = min(first + kStagePanels, kPanels);
     if (lane == 0) bulk_wait_group_read<0>();
     __syncwarp();
 #pragma unroll
