@@ -1,5 +1,6 @@
-// Shared memory of a block of forward_wgmma: tiles in rings of slots, and the barriers that pass them between the thread that asks TMA
-// for them and the warpgroups that multiply them. WgmmaConfig.shared_bytes has the same sum.
+// Shared memory of a block of forward_wgmma: tiles in rings of slots, and the barriers that pass them between the two threads that ask TMA
+// for them and the warpgroups that multiply them. One of the two asks for Q, and draws rows; the other asks for K and V.
+// WgmmaConfig.shared_bytes has the same sum.
 #pragma once
 
 // What the thread that asks for Q tells the one that asks for K and V: from which tile of keys to which, and whose
