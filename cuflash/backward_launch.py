@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from cuflash.compiler import Variant, load_functions
 from cuflash.config import WARP
 from cuflash.device import DeviceInfo
 from cuflash.driver import Kernel
-from cuflash.launch import MAX_GRID, merge_batch_axes, scale_log2
+from cuflash.launch import MAX_GRID, scale_log2, take_longest_axis
 from cuflash.problem import ITEM_BYTES, contiguous_strides, round_up
 from cuflash.tensor_maps import TensorMaps, map_layout
 
@@ -151,15 +150,7 @@ def split_batch(problem: BackwardProblem) -> tuple[int, dict[str, int], list[dic
     rank = len(problem.batch)
     strides = {name: steps[:rank] for name, steps in problem.strides.items()}
     strides |= {name: contiguous_strides(shape)[:rank] for name, (shape, _) in workspace(problem).items()}
-    extents, merged = merge_batch_axes(problem.batch, strides)
-    longest = extents.index(max(extents)) if extents else None
-    inner = 1 if longest is None else extents.pop(longest)
-    steps = {name: 0 if longest is None else own.pop(longest) for name, own in merged.items()}
-    offsets = [
-        {name: sum(i * s for i, s in zip(index, own, strict=True)) for name, own in merged.items()}
-        for index in itertools.product(*map(range, extents))
-    ]
-    return inner, steps, offsets
+    return take_longest_axis(problem.batch, strides)
 
 
 def item_bytes(problem: BackwardProblem) -> dict[str, int]:

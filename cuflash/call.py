@@ -273,7 +273,7 @@ def remember(kind: CupyKind, given: Sequence[Any], options: Options, return_lse:
         if device is None:
             raise TypeError(f"q must be an array of a GPU, got {type(call.q).__name__}")
         strided = any(is_strided(array) for array in (views.q, views.k, views.v, views.out) if array is not None)
-        launch = None if strided or problem.is_empty(return_lse) else launch_of(problem, choice, device, return_lse)
+        launch = None if strided or problem.is_empty(return_lse) else launch_of(problem, choice, device)
         ends = {place: byte_bounds(memory_of(x)._replace(address=0)) for place, x in enumerate(views) if x is not None}
         written = ends.pop(OUT, (0, 0))
         return Remembered(
@@ -304,11 +304,11 @@ def first_that_loads(
             choice = choose()
 
 
-def launch_of(problem: Problem, choice: plan.Choice, device: DeviceInfo, want_lse: bool = True) -> Launch | WgmmaLaunch:
+def launch_of(problem: Problem, choice: plan.Choice, device: DeviceInfo) -> Launch | WgmmaLaunch:
     """Compile and load what was chosen, or what comes after it."""
     return first_that_loads(
         choice,
-        lambda chosen: make_launch(problem, chosen, device, want_lse),
+        lambda chosen: make_launch(problem, chosen, device),
         lambda: plan.choose(problem, device),
         lambda: key_of(problem, device),
     )

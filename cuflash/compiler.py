@@ -95,7 +95,15 @@ class Variant:
             "kAligned": spec.aligned,
             **({"kDeterministic": self.deterministic} if self.kernel == "backward_wgmma" else {}),
             **self.config.constants(),
+            **self._shared_memory(),
         }
+
+    def _shared_memory(self) -> dict[str, int]:
+        """How much there is of what follows from the spec and the configuration together."""
+        if not isinstance(self.config, WgmmaConfig):
+            return {}
+        panels, shared_bytes = self.config.stage_panels(self.spec), self.config.shared_bytes(self.spec)
+        return {"kStagePanels": panels, "kSharedBytes": shared_bytes}
 
     def header(self) -> str:
         """The text of ``variant.cuh``."""

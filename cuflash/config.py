@@ -280,15 +280,20 @@ class WgmmaConfig:
 
     def shared_bytes(self, spec: Spec) -> int:
         """Dynamic shared memory of a block, as in the map of wgmma_shared.cuh, and what its alignment may cost."""
+        return self._bytes_beside_stage(spec) + self.stage_panels(spec) * STAGE_BYTES * self.consumers
+
+    def stage_panels(self, spec: Spec) -> int:
+        """How many panels of O each warpgroup has room for on their way out: all of them if they fit, one at least."""
+        room = (HOPPER_SHARED_BYTES - self._bytes_beside_stage(spec)) // (STAGE_BYTES * self.consumers)
+        return min(max(1, room), -(-spec.d_v // PANEL_COLUMNS))
+
+    def _bytes_beside_stage(self, spec: Spec) -> int:
         qk, v = (-(-d // PANEL_COLUMNS) * PANEL_COLUMNS * ITEM_BYTES[spec.dtype] for d in (spec.d, spec.d_v))
         q_tiles = self.q_stages * self.consumers
         tiles = q_tiles * WARPGROUP_ROWS * qk + self.stages * self.b_c * (qk + v)
         barriers = 8 * (4 * self.stages + 2 * q_tiles + 2)
         bias = (self.stages + 1) * self.b_c * FLOAT_BYTES if spec.bias_of_keys else 0
-        others = barriers + KEY_WORK_BYTES + ROW_WORK_BYTES * q_tiles + bias + SWIZZLE_BYTES
-        panel = STAGE_BYTES * self.consumers
-        room = max(1, (HOPPER_SHARED_BYTES - tiles - others) // panel)  # for panels of O on their way out
-        return tiles + others + panel * min(room, -(-spec.d_v // PANEL_COLUMNS))
+        return tiles + barriers + KEY_WORK_BYTES + ROW_WORK_BYTES * q_tiles + bias + SWIZZLE_BYTES
 
     def products(self, spec: Spec) -> dict[str, tuple[int, ...]]:
         """The shapes of wgmma that the kernel uses: those of Q K^T and of P V."""

@@ -28,8 +28,9 @@ MAX_GRID = 2**31 - 1
 # The parameter block of kernels_cu/params.cuh: addresses first, then what does not change from call to call.
 ADDRESSES = ("q", "k", "v", "out", "lse", "mask", "bias", "q_lengths", "kv_lengths")
 ADDRESS_BLOCK = struct.Struct(f"<{len(ADDRESSES)}Q")
-SIZE_BLOCK = struct.Struct("<22q3d12i")
-STRIDES_PER_ARRAY = {"q": 2, "k": 2, "v": 2, "out": 2, "mask": 3, "bias": 3, "q_lengths": 0, "kv_lengths": 0}
+SIZE_BLOCK = struct.Struct("<24q3d12i")
+# Strides of an array beside that along the batch
+STRIDES_PER_ARRAY = {"q": 2, "k": 2, "v": 2, "out": 2, "lse": 1, "mask": 3, "bias": 3, "q_lengths": 0, "kv_lengths": 0}
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def shift(addresses: Sequence[int], offset: Sequence[int]) -> Sequence[int]:
 
 
 # What WgmmaParams of kernels_cu/forward_wgmma.cu adds to the parameter block: four tensor maps before it, this behind.
-SCHEDULE_BLOCK = struct.Struct("<Q2i48x")  # up to a multiple of 64 bytes, the alignment of a map
+SCHEDULE_BLOCK = struct.Struct("<Q2i32x")  # up to a multiple of 64 bytes, the alignment of a map
 WGMMA_BLOCK = struct.Struct(f"<{4 * f'{MAP_BYTES}s'}{len(ADDRESSES)}Q{SIZE_BLOCK.size}sQ")  # up to the counter
 
 
@@ -130,11 +131,9 @@ def wgmma_block(
     return b"".join((*maps, ADDRESS_BLOCK.pack(*addresses), sizes, SCHEDULE_BLOCK.pack(counter, tiles, section)))
 
 
-def wgmma_maps(
-    problem: Problem, config: WgmmaConfig, want_lse: bool = True
-) -> tuple[MapLayout, MapLayout, MapLayout, MapLayout]:
+def wgmma_maps(problem: Problem, config: WgmmaConfig) -> tuple[MapLayout, MapLayout, MapLayout, MapLayout]:
     """How q, k, v and out are described to TMA."""
-    batch, steps, _ = split_batch(problem, want_lse)
+    batch, steps, _ = split_batch(problem)
     rank, shapes = len(problem.batch), problem.shapes()
     box_rows = (("q", WARPGROUP_ROWS), ("k", config.b_c), ("v", config.b_c), ("out", WARP_ROWS))
     q, k, v, out = (
@@ -174,29 +173,31 @@ def merge_batch_axes(
     return extents, merged
 
 
-def batch_strides(problem: Problem) -> dict[str, tuple[int, ...]]:
-    """Strides along the batch axes of every array of the call, the log-sum-exp included."""
-    lse = contiguous_strides((*problem.batch, problem.h_q, problem.n_q))
-    rank = len(problem.batch)
-    return {name: steps[:rank] for name, steps in (*problem.strides.items(), ("lse", lse))}
+def all_strides(problem: Problem) -> dict[str, tuple[int, ...]]:
+    """Strides of every array of the call, the log-sum-exp included."""
+    return {**problem.strides, "lse": contiguous_strides((*problem.batch, problem.h_q, problem.n_q))}
 
 
-def split_batch(problem: Problem, want_lse: bool = True) -> tuple[int, dict[str, int], list[dict[str, int]]]:
-    """The batch of one launch, its strides, and the offsets (in elements) of every launch.
-
-    A launch takes the longest axis; but if it writes the log-sum-exp, of which it knows no strides, it takes the last
-    one, along which entries follow one another.
-    """
-    extents, merged = merge_batch_axes(problem.batch, batch_strides(problem))
+def take_longest_axis(
+    batch: tuple[int, ...], strides: Mapping[str, tuple[int, ...]]
+) -> tuple[int, dict[str, int], list[dict[str, int]]]:
+    """The batch of one launch, every array's stride along it, and the offsets (in elements) of every launch."""
+    extents, merged = merge_batch_axes(batch, strides)
     inner, steps = 1, dict.fromkeys(merged, 0)
     if extents:
-        axis = len(extents) - 1 if want_lse else extents.index(max(extents))
+        axis = extents.index(max(extents))
         inner, steps = extents.pop(axis), {name: own.pop(axis) for name, own in merged.items()}
     offsets = [
         {name: sum(i * s for i, s in zip(index, own, strict=True)) for name, own in merged.items()}
         for index in itertools.product(*map(range, extents))
     ]
     return inner, steps, offsets
+
+
+def split_batch(problem: Problem) -> tuple[int, dict[str, int], list[dict[str, int]]]:
+    """What `take_longest_axis` makes of the arrays of a call."""
+    rank = len(problem.batch)
+    return take_longest_axis(problem.batch, {name: own[:rank] for name, own in all_strides(problem).items()})
 
 
 def scale_log2(scale: float, spec: Spec) -> float:
@@ -207,22 +208,17 @@ def scale_log2(scale: float, spec: Spec) -> float:
     return math.copysign(LEAST_FLOAT32, factor)
 
 
-def pack_sizes(
-    problem: Problem, b_r: int, pack_gqa: bool = False, want_lse: bool = True
-) -> tuple[int, bytes, tuple[tuple[int, ...], ...]]:
+def pack_sizes(problem: Problem, b_r: int, pack_gqa: bool = False) -> tuple[int, bytes, tuple[tuple[int, ...], ...]]:
     """Blocks of one launch, the parameter block after its addresses, and the address offsets of every launch in bytes.
 
     With `pack_gqa`, the `b_r` rows of a block are those of all query heads that share a head of k and v.
     """
-    batch, steps, offsets = split_batch(problem, want_lse)
+    batch, steps, offsets = split_batch(problem)
+    rank, known = len(problem.batch), all_strides(problem)
     strides: list[int] = []
     for name, count in STRIDES_PER_ARRAY.items():
-        own = problem.strides.get(name)
-        if own is None:
-            strides += [0] * (1 + count)
-        else:
-            rank = len(problem.batch)
-            strides += [steps[name], *own[rank : rank + count]]
+        own = known.get(name)
+        strides += [0] * (1 + count) if own is None else [steps[name], *own[rank : rank + count]]
     softcap = problem.softcap
     group = problem.h_q // max(problem.h_kv, 1)
     packed = group if pack_gqa else 1
@@ -266,21 +262,18 @@ def item_bytes(problem: Problem) -> dict[str, int]:
     }
 
 
-def make_launch(problem: Problem, choice: Choice, device: DeviceInfo, want_lse: bool = True) -> Launch | WgmmaLaunch:
-    """Compile and load what `problem` needs on the current device, `device`.
-
-    Without `want_lse`, it must not be given an address for the log-sum-exp.
-    """
+def make_launch(problem: Problem, choice: Choice, device: DeviceInfo) -> Launch | WgmmaLaunch:
+    """Compile and load what `problem` needs on the current device, `device`."""
     config = choice.config
     if not isinstance(config, (SimtConfig, MmaConfig, WgmmaConfig)):
         raise TypeError(f"no GPU kernel for {config!r}")
     packs_gqa = isinstance(config, MmaConfig) and config.pack_gqa
-    grid, sizes, offsets = pack_sizes(problem, config.b_r, packs_gqa, want_lse)
+    grid, sizes, offsets = pack_sizes(problem, config.b_r, packs_gqa)
     variant = Variant(
         kernel=f"forward_{choice.family}", spec=problem.spec, config=config, architecture=device.architecture
     )
     if isinstance(config, WgmmaConfig):
-        q, k, v, out = (TensorMaps(layout) for layout in wgmma_maps(problem, config, want_lse))
+        q, k, v, out = (TensorMaps(layout) for layout in wgmma_maps(problem, config))
         return WgmmaLaunch(
             function=load_function(variant),
             grid=min(grid, device.multiprocessors),

@@ -67,7 +67,9 @@ constexpr i32 kTileThreads = kWarpgroup * (kFirstConsumer + kConsumers);  // of 
 
 static_assert(kBr % kStatisticsRows == 0, "the statistics of a tile of rows are written by whole blocks");
 
-// ---- the thread that asks for tiles ----
+// ---- what is asked for ----
+// A tile from `row` on, panel by panel; the caller has told `full` how many bytes come. The coordinate of an axis along which an array does
+// not change is 0.
 template <class Tile>
 __device__ __forceinline__ void request_tile(u32 to, const TensorMap& map, u32 full, i32 row, i32 head, i32 batch, u64 policy) {
 #pragma unroll
@@ -75,11 +77,12 @@ __device__ __forceinline__ void request_tile(u32 to, const TensorMap& map, u32 f
     tma_load_4d(to + panel * Tile::kPanelBytes, &map, full, panel * kPanelColumns, row, head, batch, policy);
 }
 
-// Of a tile of rows, in row_lse and row_delta
+// Where the statistics of a tile of rows start, in row_lse and row_delta
 __device__ __forceinline__ i64 first_statistic(const Params& p, i32 batch, i32 head, i32 row_tile) {
   return (static_cast<i64>(batch) * p.heads + head) * p.statistics_rows + row_tile * kBr;
 }
 
+// ---- the thread that asks for tiles ----
 __device__ __forceinline__ void produce(const BackwardWgmmaParams& a, const Shared& shared) {
   const Params& p = a.p;
   u32 ks = 0, steps = 0;  // tiles of K, and of V, and steps that have been asked for

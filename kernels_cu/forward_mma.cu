@@ -189,7 +189,7 @@ __device__ __forceinline__ void store_rows(const Params& p, u8* smem, const OAcc
   const Visibility see = visibility(p, at.batch, at.head);
   const Lane lane = {};
   Element* const out = p.out + at.batch * p.out_batch + at.head * p.out_head;
-  Lse* const lse = p.lse + (static_cast<i64>(at.batch) * p.heads + at.head) * p.n_q;
+  Lse* const lse = p.lse + at.batch * p.lse_batch + at.head * p.lse_head;
   const LogUnits units = log_units(p, c);
 #pragma unroll
   for (i32 r = 0; r < kRows; ++r) {
@@ -201,7 +201,7 @@ __device__ __forceinline__ void store_rows(const Params& p, u8* smem, const OAcc
     const bool stores = row < p.n_q && is_due(r);
     if (p.lse != nullptr) {
       const Lse log_sum_exp = rows.log_sum_exp(r, l, units);
-      if (stores && lane.t == 0) lse[head * p.n_q + row] = empty ? -static_cast<Lse>(kInfinity) : log_sum_exp;
+      if (stores && lane.t == 0) lse[head * p.lse_head + row] = empty ? -static_cast<Lse>(kInfinity) : log_sum_exp;
     }
 
     const Real per_l = 1 / rows.divisor(r, l);

@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) forward_simt(const __g
 
   // Epilogue: O / l and LSE. Rows beyond the live ones, and rows that saw no key, are 0 and -inf.
   Element* const out = p.out + batch * p.out_batch + head * p.out_head;
-  Lse* const lse = p.lse + (static_cast<i64>(batch) * p.heads + head) * p.n_q;
+  Lse* const lse = p.lse + batch * p.lse_batch + head * p.lse_head;
 #pragma unroll
   for (i32 i = 0; i < kRows; ++i)
 #pragma unroll

@@ -35,7 +35,8 @@ struct WgmmaParams {
 // ---- constants ----
 constexpr u64 kReadOnce = 0x12f0000000000000, kReadOften = 0x14f0000000000000;  // L2 policies: evict first, evict last
 constexpr bool kPassesOver = kLeft || kRight;  // a warpgroup may need fewer key tiles than its block
-constexpr i32 kStepsAhead = 3;  // before its last one, at least, a block draws its next rows
+// A block draws its next rows so many steps before the last one of those at hand; at the first one, if it walks over fewer than four tiles.
+constexpr i32 kStepsAhead = 3;
 constexpr i32 kTurnBarrier = 1, kMeetBarrier = 8;  // the first named barriers of their kind; one for each warpgroup
 
 static_assert(kThreads == kWarpgroup * (kConsumers + 1), "one warpgroup produces");

@@ -6,16 +6,17 @@ struct Params {
   const Element* k;
   const Element* v;
   Element* out;
-  Lse* lse;  // (batch, head, row), contiguous; null where it is not wanted
+  Lse* lse;  // null where it is not wanted
   const u8* mask;
   const BiasElement* bias;
   const void* q_lengths;
   const void* kv_lengths;
-  // strides in elements; the innermost one of q, k, v and out is 1
+  // strides in elements; the innermost one of q, k, v, out and lse is 1
   i64 q_batch, q_head, q_row;
   i64 k_batch, k_head, k_row;
   i64 v_batch, v_head, v_row;
   i64 out_batch, out_head, out_row;
+  i64 lse_batch, lse_head;
   i64 mask_batch, mask_head, mask_row, mask_column;
   i64 bias_batch, bias_head, bias_row, bias_column;
   i64 q_lengths_batch, kv_lengths_batch;

@@ -29,7 +29,8 @@ __device__ __forceinline__ void pack(u32 (&packed)[kPRegisters], const float (&x
 }
 
 // P of a tile: rounded to Element, as dV takes it, and the eight bits behind, so that dS has P as it was. There are no registers for all of
-// it. Rounding goes up or down: a byte counts from half a unit of Element below what was rounded.
+// it. Rounding goes up or down: a byte counts from half a unit of Element below what was rounded. Half-way between two numbers of Element,
+// where a byte would not tell which of them it counts from, there is no P: its lowest bit is set.
 struct Weights {
   u32 rounded[kPRegisters];
   u32 cut_off[kPRegisters / 2];
@@ -38,13 +39,16 @@ struct Weights {
   static constexpr i32 kUnitBits = kHalf ? 5 : 8;  // what a byte counts: 2^kUnitBits of a float's bits, where Element ends 8 bits higher
 
   __device__ __forceinline__ void round(const float (&p)[kSRegisters]) { pack(rounded, p); }
-  __device__ __forceinline__ void cut_off_of(const float (&p)[kSRegisters]) {
+  __device__ __forceinline__ void cut_off_of(float (&p)[kSRegisters]) {
+#pragma unroll
+    for (i32 i = 0; i < kSRegisters; ++i) p[i] = __uint_as_float(__float_as_uint(p[i]) | 1);
 #pragma unroll
     for (i32 i = 0; i < kPRegisters / 2; ++i) {
       const auto bits = [&](i32 e) { return __float_as_uint(p[4 * i + e]) * (1 << (8 - kUnitBits)); };
       cut_off[i] = prmt(prmt(bits(0), bits(1), 0x0051), prmt(bits(2), bits(3), 0x0051), 0x5410) ^ 0x80808080;
     }
-    pin(cut_off);  // done now, while products run
+    pin(p);  // done now, while products run
+    pin(cut_off);
   }
   // The weights of registers 2i and 2i + 1
   __device__ __forceinline__ Vector<float, 2> of_pair(i32 i) const {

@@ -1,5 +1,6 @@
-// Shared memory of a block of forward_wgmma: tiles in rings of slots, and the barriers that pass them between the thread that asks TMA
-// for them and the warpgroups that multiply them.
+// Shared memory of a block of forward_wgmma: tiles in rings of slots, and the barriers that pass them between the two threads that ask TMA
+// for them and the warpgroups that multiply them. One of the two asks for Q, and draws rows; the other asks for K and V.
+// WgmmaConfig.shared_bytes has the same sum.
 #pragma once
 
 // What the thread that asks for Q tells the one that asks for K and V: from which tile of keys to which, and whose
@@ -14,7 +15,6 @@ struct alignas(16) RowWork {
   KeyTiles tiles;
   i32 passed_over_behind;  // and behind
 };
-constexpr i32 kMostSharedBytes = 227 << 10;  // of a block, on Hopper
 constexpr i32 kWarpRows = 16, kWarpPanelBytes = kWarpRows * kPanelRowBytes;
 constexpr i32 kNoRows = -1;  // as row0: there is no more to do
 
@@ -57,15 +57,15 @@ struct Shared {
   static constexpr i32 kStage = kV + kStages * VTile::kBytes;
   static constexpr i32 kBarrierBytes = 8;
   static constexpr i32 kRingBarriers = 4 * kStages + 2 * kQStages * kConsumers, kBiasSlots = kStages + 1;
-  static constexpr i32 kOthers = (kRingBarriers + 2) * kBarrierBytes + static_cast<i32>(sizeof(KeyWork)) +
-                                 kQStages * kConsumers * static_cast<i32>(sizeof(RowWork)) + (kBiasOfKeys ? kBiasSlots * kBc * 4 : 0);
-  static constexpr i32 kRoom = (kMostSharedBytes - kAtomBytes - kStage - kOthers) / (4 * kConsumers * kWarpPanelBytes);  // panels for each warp
-  static constexpr i32 kStagePanels = kRoom < VTile::kPanels ? kRoom : VTile::kPanels, kStageBytes = kStagePanels * kWarpPanelBytes;
+  static constexpr i32 kStageBytes = kStagePanels * kWarpPanelBytes;  // of a warp
   static constexpr i32 kBarriers = kStage + 4 * kConsumers * kStageBytes;
   static constexpr i32 kKeyWork = kBarriers + (kRingBarriers + 2) * kBarrierBytes;
   static constexpr i32 kRowWork = kKeyWork + static_cast<i32>(sizeof(KeyWork));
   static constexpr i32 kBiasTiles = kRowWork + kQStages * kConsumers * static_cast<i32>(sizeof(RowWork));
+  static constexpr i32 kEnd = kBiasTiles + (kBiasOfKeys ? kBiasSlots * kBc * 4 : 0);
 
  private:
   __device__ __forceinline__ u32 barrier(i32 number) const { return address + kBarriers + number * kBarrierBytes; }
 };
+static_assert(Shared::kEnd + kAtomBytes <= kSharedBytes, "a block is launched with what it uses, and with what aligning it may cost");
+static_assert(0 < kStagePanels && kStagePanels <= VTile::kPanels, "O leaves by some or all of its panels at a time");

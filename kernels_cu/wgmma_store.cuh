@@ -8,8 +8,8 @@ __device__ __forceinline__ void store_staged(const TensorMap& map, i32 row, i32 
                                              const float (&factor)[2], u32 stage, i32 lane) {
   constexpr i32 kPanels = PanelTile<kWarpRows, kColumns>::kPanels, kChunks = kColumns / kChunkElements;
 #pragma unroll
-  for (i32 first = 0; first < kPanels; first += Shared::kStagePanels) {
-    const i32 end = min(first + Shared::kStagePanels, kPanels);
+  for (i32 first = 0; first < kPanels; first += kStagePanels) {
+    const i32 end = min(first + kStagePanels, kPanels);
     if (lane == 0) bulk_wait_group_read<0>();
     __syncwarp();
 #pragma unroll
@@ -45,7 +45,7 @@ __device__ __forceinline__ void end_rows(const Params& p, const Rows& rows, cons
   }
   const i32 r = lane % 4, row = of.row0 + 8 * r;  // the first two of the four lanes that share rows write one each
   if (p.lse != nullptr && r < 2 && row < p.n_q)
-    p.lse[(static_cast<i64>(of.batch) * p.heads + of.head) * p.n_q + row] =
+    p.lse[of.batch * p.lse_batch + of.head * p.lse_head + row] =
         (r == 0 ? per_l[0] : per_l[1]) == 0 ? -static_cast<Lse>(kInfinity) : Rows::log_sum_exp(r == 0 ? rows.m[0] : rows.m[1], r == 0 ? l[0] : l[1], c);
 }
 

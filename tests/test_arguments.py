@@ -6,7 +6,7 @@ import pytest
 
 import cuflash
 from cuflash.device import known_device
-from cuflash.launch import ADDRESSES, batch_strides, pack_sizes, shift, split_batch
+from cuflash.launch import ADDRESSES, SIZE_BLOCK, STRIDES_PER_ARRAY, all_strides, pack_sizes, shift, split_batch
 from cuflash.plan import choose, default_config
 from cuflash.problem import Operand, Spec, contiguous_strides, read_problem
 from cuflash.tensor_maps import why_no_tensor_map
@@ -277,18 +277,17 @@ def random_problem(rng):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("want_lse", [True, False], ids=["lse", "no-lse"])
 @pytest.mark.parametrize("seed", range(200))
-def test_launches_reach_every_batch_entry_at_its_own_address(seed, want_lse):
+def test_launches_reach_every_batch_entry_at_its_own_address(seed):
     problem = random_problem(np.random.default_rng(seed))
-    grid, _, offsets = pack_sizes(problem, 16, want_lse=want_lse)
-    batch, steps, _ = split_batch(problem, want_lse)
+    grid, sizes, offsets = pack_sizes(problem, 16)
+    batch, steps, _ = split_batch(problem)
     assert grid == batch * problem.h_q
     assert batch * len(offsets) == np.prod(problem.batch, initial=1)
     items = {"q": 2, "k": 2, "v": 2, "out": 2, "lse": 4, "mask": 1, "kv_lengths": 8}
-    strides = batch_strides(problem)
+    rank, strides = len(problem.batch), all_strides(problem)
     wanted = [
-        tuple(sum(i * s for i, s in zip(index, strides[name], strict=True)) * items[name] for name in items)
+        tuple(sum(i * s for i, s in zip(index, strides[name][:rank], strict=True)) * items[name] for name in items)
         for index in np.ndindex(*problem.batch)
     ]
     reached = [
@@ -297,20 +296,18 @@ def test_launches_reach_every_batch_entry_at_its_own_address(seed, want_lse):
         for i in range(batch)
     ]
     assert sorted(reached) == sorted(wanted)
+    packed = iter(SIZE_BLOCK.unpack(sizes))
+    for name, count in STRIDES_PER_ARRAY.items():
+        own = [next(packed) for _ in range(1 + count)]
+        known = [steps[name], *strides[name][rank : rank + count]] if name in strides else [0] * (1 + count)
+        assert own == known, name
 
 
-@pytest.mark.parametrize("seed", range(200))
-def test_entries_of_a_launch_that_writes_lse_follow_one_another_in_it(seed):
-    problem = random_problem(np.random.default_rng(seed))
-    batch, steps, _ = split_batch(problem)
-    assert batch == 1 or steps["lse"] == problem.h_q * problem.n_q
-
-
-def test_a_launch_that_writes_no_lse_takes_the_longest_axis():
+def test_a_launch_takes_the_longest_axis_and_steps_along_it_in_lse_too():
     problem = read_problem(operand("q", 3, 2, 4, 5, 16), operand("k", 1, 2, 4, 6, 16), operand("v", 3, 1, 4, 6, 16))
-    for want_lse, batch in (True, 2), (False, 3):
-        assert split_batch(problem, want_lse)[0] == batch
-        assert len(pack_sizes(problem, 16, want_lse=want_lse)[2]) == 6 // batch
+    batch, steps, _ = split_batch(problem)
+    assert (batch, steps["lse"]) == (3, 2 * 4 * 5)
+    assert len(pack_sizes(problem, 16)[2]) == 2
 
 
 def test_an_absent_array_stays_absent_in_every_launch():

@@ -13,13 +13,16 @@ from cases import CASES, Case, make_inputs, random_case
 from cases_backward import make_call
 from emulator import SCHEDULES, EmulatorError, Schedule, kernel_texts, why_no_emulator
 from emulator.backward import gradients, read
+from emulator.build import build
 from emulator.forward import attention
 from emulator.forward import read as read_forward
+from emulator.launch import Array, launch
 from emulator.mutants import Mutant
 from emulator.mutants_backward_wgmma import ANY_ORDER, MUTANTS, PROBLEMS
 
 from cuflash.backward_config import BackwardWgmmaConfig
 from cuflash.backward_plan import why_no_backward_maps
+from cuflash.compiler import Variant
 from cuflash.device import known_device
 from cuflash.plan import wgmma_default
 from cuflash.problem import Spec
@@ -218,6 +221,38 @@ def test_key_tiles_that_no_row_sees_do_not_put_the_phases_of_v_out_of_step(dtype
     for seed in seeds:
         schedule = Schedule("random", True, resident=2, asynchronous="at_random", seed=seed)
         check(case, BackwardWgmmaConfig(64, b_c, k_stages=2), schedule, blocks=1)
+
+
+KEEP_WEIGHTS = """#include "backward_wgmma.cu"
+struct Floats {
+  const float* in;
+  float* out;
+};
+extern "C" __global__ void keep_weights(const __grid_constant__ Floats p) {
+  const i32 first = threadIdx.x * kSRegisters;
+  float x[kSRegisters];
+  for (i32 i = 0; i < kSRegisters; ++i) x[i] = p.in[first + i];
+  Weights kept;
+  kept.cut_off_of(x);
+  kept.round(x);
+  for (i32 i = 0; i < kSRegisters; ++i) p.out[first + i] = kept.of_pair(i / 2).x[i % 2];
+}
+"""
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("float16", 10), ("bfloat16", 7)])
+def test_weights_half_way_between_two_numbers_of_their_type_are_kept_as_others_are(dtype, bits):
+    spec, config = Spec(dtype, 16, 16, aligned=True), BackwardWgmmaConfig(64)
+    header = Variant("backward_wgmma", spec, config, "sm_90").header()
+    kernel = build("keep_weights", header, {**kernel_texts(), "keep_weights.cu": KEEP_WEIGHTS}, optimized=False)
+    unit = 2.0 ** -(1 + bits)  # from 1/2 to 1
+    half_way = np.float32(0.5) + (np.arange(2**bits, dtype=np.float32) + np.float32(0.5)) * np.float32(unit)
+    beside = half_way.view(np.int32)[:, None] + np.arange(-4, 4, dtype=np.int32)
+    given = Array("in", beside.view(np.float32).reshape(-1))
+    kept = Array("out", np.empty_like(given.values), writes="once")
+    params = np.array([given.address, kept.address], np.uint64).tobytes()
+    launch(kernel, grid=1, threads=given.values.size * 2 // config.b_r, params=params, arrays=[given, kept])
+    assert np.abs(kept.values - given.values).max() <= unit / 128
 
 
 # ---- seeded bugs ----

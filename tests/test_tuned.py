@@ -271,7 +271,7 @@ def test_configuration_that_does_not_load_gives_way_to_the_next(folders, user, m
     user.write(make_winner(CONFIG))
     Store(folders / "site").write(make_winner(OTHER))
 
-    def make_launch(problem, choice, device, want_lse):
+    def make_launch(problem, choice, device):
         if choice.source in refused:
             raise RuntimeError("NVRTC does not compile it\nand more")
         return choice.source

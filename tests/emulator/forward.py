@@ -57,9 +57,7 @@ def attention(
     if not problem.is_empty(want_lse):
         variant = Variant(f"forward_{config.family}", problem.spec, config, ARCHITECTURE)
         kernel = build(variant.kernel, variant.header(), texts, optimized=isinstance(config, SimtConfig))
-        grid, sizes, offsets = pack_sizes(
-            problem, config.b_r, isinstance(config, MmaConfig) and config.pack_gqa, want_lse
-        )
+        grid, sizes, offsets = pack_sizes(problem, config.b_r, isinstance(config, MmaConfig) and config.pack_gqa)
         addresses = [arrays[name].address if name in arrays else 0 for name in ADDRESSES]
         if isinstance(config, WgmmaConfig):
             arrays["next_tile"] = Array("next_tile", np.zeros(1, np.uint32), writes="any")
@@ -69,7 +67,7 @@ def attention(
             params = ADDRESS_BLOCK.pack(*shifted) + sizes
             if isinstance(config, WgmmaConfig):
                 counter, section = arrays["next_tile"].address, wgmma_section(problem, config)
-                maps = encode_maps(kernel, problem, config, shifted, want_lse)
+                maps = encode_maps(kernel, problem, config, shifted)
                 params = wgmma_block(maps, shifted, sizes, counter, grid, section)
             launch(
                 kernel,
@@ -96,10 +94,8 @@ def emulated_maps(kernel: Kernel) -> Iterator[None]:
         yield
 
 
-def encode_maps(
-    kernel: Kernel, problem: Problem, config: WgmmaConfig, addresses: Sequence[int], want_lse: bool
-) -> list[bytes]:
+def encode_maps(kernel: Kernel, problem: Problem, config: WgmmaConfig, addresses: Sequence[int]) -> list[bytes]:
     """The tensor maps of q, k, v and out."""
     with emulated_maps(kernel):
-        layouts = wgmma_maps(problem, config, want_lse)
+        layouts = wgmma_maps(problem, config)
         return [tensor_maps.encode(layout, address) for layout, address in zip(layouts, addresses[:4], strict=True)]

@@ -186,8 +186,8 @@ MUTANTS = [
     Mutant(
         "lse-of-another-head",
         KERNEL,
-        "(static_cast<i64>(batch) * p.heads + head)",
-        "(static_cast<i64>(head) * p.heads + batch)",
+        "batch * p.lse_batch + head * p.lse_head",
+        "head * p.lse_batch + batch * p.lse_head",
         ("plain",),
     ),
     Mutant("lse-of-every-lane", KERNEL, " && own.lane == 0", "", ("plain",)),
