@@ -44,8 +44,11 @@ SIZE_BLOCK = struct.Struct(f"<{sum(STRIDES_PER_ARRAY.values())}q4d16iQ")
 MAP_ALIGNMENT_IN_BLOCK = 64
 LEAST_HEADS = 8  # that are worked on together without a mask, on Hopper
 CONDITION_BLOCK = struct.Struct("<Q")  # what SIZE_BLOCK ends with
-HEADS_OF_PART = 4  # of the query heads that share keys, where these have several tickets on Hopper
-LEAST_STEPS = 16  # of a walk through one query head, on average, for that to be worth it
+MOST_HEADS = 16  # of the query heads that share keys, in a ticket on Hopper; if there are more, it has so many:
+HEADS_OF_PART = 8
+MOST_HEADS_CAUSAL = 4  # the same under a causal mask, and how many if there are more, by the rows of a tile
+HEADS_OF_PART_CAUSAL = {64: 2, 128: 4}
+LEAST_STEPS = 8  # of a walk through one of them under a causal mask, on average, where that holds
 STEPS_APART = 3  # from when dQ of a tile is added to when the next block may add its own
 
 
@@ -308,15 +311,18 @@ def query_heads_of_keys(problem: BackwardProblem) -> int:
 def wgmma_heads_of_part(problem: BackwardProblem, config: BackwardWgmmaConfig) -> int:
     """How many of the query heads that share keys a ticket has, at most.
 
-    Under a causal mask walks differ in length: with all heads in one, blocks wait long for each other, and what one
-    block reads falls out of the L2 cache before another, heads behind it, asks for it. But each further ticket of the
-    same keys costs the traffic of dK and dV once more. The order of sums follows from this number: it must not depend
-    on the batch.
+    Few, so that there are tickets for all blocks; and the fewer under a causal mask, where walks differ in length: with
+    many heads in one, blocks wait long for each other, and what one block reads falls out of the L2 cache before
+    another, heads behind it, asks for it. But each further ticket of the same keys costs the traffic of dK and dV once
+    more. The order of sums follows from this number: it must not depend on the batch.
     """
     spec, group = problem.spec, query_heads_of_keys(problem)
+    if config.splits_products:
+        return group
     steps = -(-problem.forward.n_q // config.b_r) / 2
-    is_divided = spec.left != spec.right and steps >= LEAST_STEPS and not config.splits_products
-    return min(group, HEADS_OF_PART) if is_divided else group
+    if spec.left != spec.right and steps >= LEAST_STEPS and group > MOST_HEADS_CAUSAL:
+        return HEADS_OF_PART_CAUSAL[config.b_r]
+    return HEADS_OF_PART if group > MOST_HEADS else group
 
 
 def wgmma_section(problem: BackwardProblem, config: BackwardWgmmaConfig, device: DeviceInfo) -> int:

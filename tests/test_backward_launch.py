@@ -3,7 +3,8 @@
 import pytest
 
 from cuflash import backward_plan
-from cuflash.backward_launch import make_parts
+from cuflash.backward_config import BackwardWgmmaConfig
+from cuflash.backward_launch import make_parts, wgmma_heads_of_part, wgmma_scratch
 from cuflash.backward_problem import read_backward_problem
 from cuflash.device import KNOWN_DEVICES, known_device
 from cuflash.problem import DTYPES, Operand, contiguous_strides
@@ -25,9 +26,9 @@ FEATURES = (
 )
 
 
-def problem_of(dtype, head_dim, n=(300, 500), deterministic=True, **features):
+def problem_of(dtype, head_dim, n=(300, 500), deterministic=True, batch=2, heads=(4, 2), **features):
     """A call that asks for every gradient."""
-    workload = Workload(dtype, 2, (4, 2), n, head_dim, **features, backward=True)
+    workload = Workload(dtype, batch, heads, n, head_dim, **features, backward=True)
     shapes, dtypes = workload.shapes(), workload.dtypes()
     given = {name: Operand(name, shape, contiguous_strides(shape), dtypes[name]) for name, shape in shapes.items()}
     given["out"] = given["dout"]._replace(name="out")
@@ -105,3 +106,35 @@ def test_either_of_the_hopper_kernels_may_take_most():
         tiles = backward_plan.backward_wgmma_default(spec, known_device("sm_90"))
         takes_most.add("rows" if tiles.row_shared_bytes(spec) > tiles.key_shared_bytes(spec) else "keys")
     assert takes_most == {"keys", "rows"}
+
+
+ROWS_64, ROWS_128, SPLIT = BackwardWgmmaConfig(64), BackwardWgmmaConfig(128), BackwardWgmmaConfig(64, 64)
+CAUSAL = {"causal": "bottom-right"}
+
+
+@pytest.mark.parametrize(
+    ("group", "n", "features", "config", "expected"),
+    [
+        (1, 4096, CAUSAL, ROWS_64, 1),
+        (4, 4096, CAUSAL, ROWS_64, 4),
+        (5, 4096, CAUSAL, ROWS_64, 2),
+        (8, 4096, CAUSAL, ROWS_128, 4),
+        (8, 1024, CAUSAL, ROWS_64, 2),
+        (8, 960, CAUSAL, ROWS_64, 8),
+        (8, 1024, CAUSAL, ROWS_128, 8),
+        (32, 512, CAUSAL, ROWS_64, 8),
+        (8, 4096, {"window": (None, 20)}, ROWS_64, 2),
+        (8, 4096, {"window": (100, 20)}, ROWS_64, 8),
+        (16, 4096, {}, ROWS_64, 16),
+        (17, 4096, {}, ROWS_64, 8),
+        (32, 4096, CAUSAL, SPLIT, 32),
+    ],
+)
+@pytest.mark.parametrize("batch", [1, 16])
+def test_so_many_query_heads_that_share_keys_go_into_one_ticket_whatever_the_batch(
+    group, n, features, config, expected, batch
+):
+    problem = problem_of("bfloat16", (64, 64), (n, n), batch=batch, heads=(2 * group, 2), **features)
+    assert wgmma_heads_of_part(problem, config) == expected
+    tiles = batch * 2 * -(-n // config.b_c) if expected < group else 0
+    assert wgmma_scratch(problem, config)["key_sums"] == ((tiles, config.b_c, 128), "float32")

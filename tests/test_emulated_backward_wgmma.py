@@ -148,7 +148,7 @@ def test_tiles_of_keys_that_no_row_sees_get_zeros(dtype, schedule):
     check(case, BackwardWgmmaConfig(64, k_stages=2), schedule, blocks=1)
 
 
-@pytest.mark.parametrize("id", ["plain", "causal", "window"])
+@pytest.mark.parametrize("id", ["plain", "causal", "window", "parts"])
 def test_bits_do_not_depend_on_the_schedule(id):
     case, config = PROBLEMS[id]
     call = served_call(case)
@@ -158,7 +158,7 @@ def test_bits_do_not_depend_on_the_schedule(id):
     assert len({b"".join(x.tobytes() for x in result) for result in results}) == 1
 
 
-@pytest.mark.parametrize("id", [*ANY_ORDER, "groups", "window", "half", "few-terms"])
+@pytest.mark.parametrize("id", [*ANY_ORDER, "groups", "parts", "window", "half", "few-terms"])
 def test_dq_alone_depends_on_the_schedule_where_its_sums_have_no_order(id):
     case, config = PROBLEMS[id]
     call = served_call(case)

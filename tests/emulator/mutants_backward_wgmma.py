@@ -18,6 +18,16 @@ PROBLEMS = {
     "panels": (Case("backward-wgmma-panels", **SIZED | {"d": (80, 96), "n": (70, 200)}), USUAL),
     "wide": (Case("backward-wgmma-wide", **SIZED | {"n": (200, 600)}), BackwardWgmmaConfig(128, k_stages=2)),
     "groups": (Case("backward-wgmma-groups", **SIZED | {"heads": (4, 2), "batch": (2,)}), USUAL),
+    "parts": (
+        Case("backward-wgmma-parts", **SIZED | {"heads": (18, 1), "n": (70, 100), "dtype": "float16"}),
+        USUAL,
+    ),
+    "parts-causal": (
+        Case(
+            "backward-wgmma-parts-causal", **SIZED | {"heads": (5, 1), "n": (1024, 200)}, options={"causal": "top-left"}
+        ),
+        USUAL,
+    ),
     "causal": (
         Case("backward-wgmma-causal", **SIZED | {"heads": (3, 3), "n": (200, 260)}, options={"causal": True}),
         USUAL,
@@ -58,6 +68,7 @@ PROBLEMS = {
 ANY_ORDER = ("any-order", "any-order-wide")  # of the parts of dQ
 KERNEL, ORDER, WEIGHTS = "backward_wgmma.cu", "wgmma_backward_order.cuh", "wgmma_backward_weights.cuh"
 CONSUMER, SPLIT, ROWS = "wgmma_backward_consumer.cuh", "wgmma_backward_split.cuh", "wgmma_backward_rows.cuh"
+PARTS = "wgmma_backward_parts.cuh"
 TILE, SHARED, UNITS = "wgmma_backward_tile.cuh", "wgmma_backward_shared.cuh", "wgmma_backward_units.cuh"
 WAIT_FOR_DK = "    wgmma_wait_group<0>();\n    pin(dk);\n"
 WAIT_FOR_DP = "    wgmma_wait_group<1>();\n    pin(dp);\n"
@@ -193,7 +204,35 @@ MUTANTS = [
         "parts-of-one-tile-of-rows", KERNEL, "--left, walk.advance(a.p), ++steps", "--left, ++steps", ("any-order",)
     ),
     # ---- which tiles, rows, keys and heads ----
-    Mutant("head-of-the-group", ORDER, "tile.kv_head * p.group + in_group", "tile.kv_head * p.group", ("groups",)),
+    Mutant("head-of-the-group", ORDER, "first_head(a, tile) + in_part", "first_head(a, tile)", ("groups",)),
+    Mutant("heads-of-the-first-part", ORDER, "(kSplit ? 0 : tile.part * a.heads_of_part)", "0", ("parts",)),
+    Mutant(
+        "a-last-part-of-as-many-heads",
+        *(ORDER, "min(a.heads_of_part, a.p.group - tile.part * a.heads_of_part)", "a.heads_of_part", ("parts",)),
+    ),
+    # ---- sums of keys that have several tickets ----
+    Mutant(
+        "part-before-not-waited-for",
+        *(
+            PARTS,
+            "    if (thread() == 0) ld_acquire_until(a.key_turns + index(), of.part);\n",
+            "",
+            ("parts", "parts-causal"),
+        ),
+    ),
+    Mutant(
+        "part-ended-before-all-have-added",
+        PARTS,
+        "  __device__ __forceinline__ void end() const {\n    bar_sync(kMeetBarrier + consumer(), kWarpgroup);\n",
+        "  __device__ __forceinline__ void end() const {\n",
+        ("parts",),
+    ),
+    Mutant("first-part-adds", PARTS, "if (is_first()) {", "if (false) {", ("parts",)),
+    Mutant("last-part-without-the-others", PARTS, "x[i + e] += before.x[e];", ";", ("parts",)),
+    Mutant("a-part-stores", KERNEL, "if (!sums.is_last()) return;", "", ("parts",)),
+    Mutant("dv-into-the-sums-of-dk", KERNEL, "sums.add(kKeysOfConsumer * kD, dv)", "sums.add(0, dv)", ("parts",)),
+    Mutant("parts-in-units-of-their-own", KERNEL, "dk[i] *= per_unit;", ";", ("parts",)),
+    Mutant("turns-of-parts-not-cleared", KERNEL, "a.key_turns[i] = 0", "a.key_turns[i] = 1", ("parts",)),
     Mutant(
         "heads-of-a-section",
         ORDER,
