@@ -59,8 +59,8 @@ constexpr i32 kNoTicket = -1;
 constexpr u64 kReadOnce = 0x12f0000000000000, kReadOften = 0x14f0000000000000;  // L2 policies: evict first, evict last
 constexpr i32 kStoringThread = kWarpgroup - 32;       // of the first warpgroup
 constexpr u32 kWarps = 4, kConsumerWarps = kWarps * kConsumers;  // of a warpgroup, and of the consumers
-// Arrivals at "empty" of Q, and of dO: of who reads the statistics beside it every thread where products are shared out, else of every warp one
-constexpr u32 kRowReaders = kSplit ? kWarpgroup + kWarps : kConsumerWarps;
+// Arrivals at "empty" of Q, and of dO: of who reads the statistics beside it every thread, else of every warp one
+constexpr u32 kRowReaders = kWarpgroup + (kSplit ? kWarps : kWarpgroup);
 // Arrivals at "empty" of K: of the consumers, and of the warpgroup of dQ and the storing thread
 constexpr u32 kKeyReaders = kWarpgroup * kConsumers + (kSplit ? 0 : kWarpgroup + kDeterministic);
 constexpr i32 kTileThreads = kWarpgroup * (kFirstConsumer + kConsumers);  // of a block that walks over tiles
@@ -318,7 +318,7 @@ struct Consumer : KeyOwner {
       differentiate<true>(dp, p, slopes, delta, shared.unit(k_ring.slot));
     wgmma_wait_group<0>();
     pin(dv);
-    arrive(shared.empty_dout(slot));
+    mbarrier_arrive(shared.empty_dout(slot));
     pack(ds, dp);
 
     mbarrier_wait(shared.empty_ds(slot), parity_of<kSlots>(steps) ^ kEmptyAtFirst);
@@ -342,7 +342,7 @@ struct Consumer : KeyOwner {
     }
     wgmma_wait_group<0>();
     pin(dk);
-    arrive(shared.empty_q(slot));
+    mbarrier_arrive(shared.empty_q(slot));
     if constexpr (!kLast) p.round(s);
     ++steps;
   }

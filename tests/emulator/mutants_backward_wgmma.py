@@ -79,8 +79,8 @@ MUTANTS = [
         "q-released-before-dk",
         *(
             KERNEL,
-            WAIT_FOR_DK + "    arrive(shared.empty_q(slot));\n",
-            "    arrive(shared.empty_q(slot));\n" + WAIT_FOR_DK,
+            WAIT_FOR_DK + "    mbarrier_arrive(shared.empty_q(slot));\n",
+            "    mbarrier_arrive(shared.empty_q(slot));\n" + WAIT_FOR_DK,
         ),
         ("plain",),
     ),
