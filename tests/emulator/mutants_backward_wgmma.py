@@ -66,6 +66,7 @@ PROBLEMS = {
 }
 
 ANY_ORDER = ("any-order", "any-order-wide")  # of the parts of dQ
+MORE_BLOCKS = {"parts": 3}  # the last part, of two heads, is done before the one that it waits for
 KERNEL, ORDER, WEIGHTS = "backward_wgmma.cu", "wgmma_backward_order.cuh", "wgmma_backward_weights.cuh"
 CONSUMER, SPLIT, ROWS = "wgmma_backward_consumer.cuh", "wgmma_backward_split.cuh", "wgmma_backward_rows.cuh"
 PARTS = "wgmma_backward_parts.cuh"
