@@ -54,7 +54,7 @@ def backward_rows(q: cupy.ndarray, k: cupy.ndarray, v: cupy.ndarray) -> dict[str
     out, lse = cuflash.attention_forward(q, k, v)
     explained = cuflash.explain_backward(v, q, k, v, out, lse)
     given = backward.BackwardCall(q, k, v, out, v, lse)
-    known, addresses = backward.CALLS.ready(arrays.CUPY, given, call.Options(), False, None)
+    known, addresses = backward.CALLS.ready(arrays.CUPY, given, call.Options(), backward.Wanted(), None)
     gradients, memory = [make(q) for make in known.makers], known.make_workspace(q)
     addresses += [x.data.ptr for x in gradients] + list(known.absent)
     addresses += [memory.data.ptr + offset for offset in known.offsets]
@@ -63,7 +63,7 @@ def backward_rows(q: cupy.ndarray, k: cupy.ndarray, v: cupy.ndarray) -> dict[str
         f"cuflash.attention_backward, family {explained.family}": lambda: cuflash.attention_backward(
             v, q, k, v, out, lse
         ),
-        "  look-up of the signature": lambda: backward.CALLS.ready(arrays.CUPY, given, call.Options(), False, None),
+        "  look-up of the signature": lambda: backward.CALLS.ready(arrays.CUPY, given, call.Options(), backward.Wanted(), None),
         "  allocations": lambda: ([make(q) for make in known.makers], known.make_workspace(q)),
         "  parameters and launches": lambda: launch(addresses),
     }
