@@ -63,7 +63,9 @@ def backward_rows(q: cupy.ndarray, k: cupy.ndarray, v: cupy.ndarray) -> dict[str
         f"cuflash.attention_backward, family {explained.family}": lambda: cuflash.attention_backward(
             v, q, k, v, out, lse
         ),
-        "  look-up of the signature": lambda: backward.CALLS.ready(arrays.CUPY, given, call.Options(), backward.Wanted(), None),
+        "  look-up of the signature": lambda: backward.CALLS.ready(
+            arrays.CUPY, given, call.Options(), backward.Wanted(), None
+        ),
         "  allocations": lambda: ([make(q) for make in known.makers], known.make_workspace(q)),
         "  parameters and launches": lambda: launch(addresses),
     }

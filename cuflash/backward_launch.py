@@ -49,6 +49,7 @@ HEADS_OF_PART = 8
 MOST_HEADS_CAUSAL = 4  # the same under a causal mask, and how many if there are more, by the rows of a tile
 HEADS_OF_PART_CAUSAL = {64: 2, 128: 4}
 LEAST_STEPS = 8  # of a walk through one of them under a causal mask, on average, where that holds
+LEAST_STEPS_OF_PART = 64  # of a walk through HEADS_OF_PART, where that holds
 STEPS_APART = 3  # from when dQ of a tile is added to when the next block may add its own
 
 
@@ -322,7 +323,8 @@ def wgmma_heads_of_part(problem: BackwardProblem, config: BackwardWgmmaConfig) -
     steps = -(-problem.forward.n_q // config.b_r) / 2
     if spec.left != spec.right and steps >= LEAST_STEPS and group > MOST_HEADS_CAUSAL:
         return HEADS_OF_PART_CAUSAL[config.b_r]
-    return HEADS_OF_PART if group > MOST_HEADS else group
+    is_long = 2 * steps * HEADS_OF_PART >= LEAST_STEPS_OF_PART
+    return HEADS_OF_PART if group > MOST_HEADS and is_long else group
 
 
 def wgmma_section(problem: BackwardProblem, config: BackwardWgmmaConfig, device: DeviceInfo) -> int:
@@ -359,7 +361,10 @@ def wgmma_part(problem: BackwardProblem, config: BackwardWgmmaConfig, device: De
     directions = 2 if spec.left != spec.right else 1  # a head of an odd number that lacks a second one has void tickets
     heads_of_part = wgmma_heads_of_part(problem, config)
     parts = -(-query_heads_of_keys(problem) // heads_of_part)
-    tickets = batch * round_up(forward.h_kv, directions) * key_tiles * parts
+    columns = batch * -(-forward.h_kv // directions)  # of wgmma_backward_order.cuh
+    tickets = columns * directions * key_tiles * parts
+    if tickets > MAX_GRID:
+        raise ValueError(f"{tickets} tiles of keys are to be walked over, more than 2^31 - 1; split the batch")
     blocks = min(batch * forward.h_kv * key_tiles * parts, device.multiprocessors)
     rows_of_blocks = batch * forward.h_q * -(-forward.n_q // config.owned_rows)
     parts_of_dq = batch * forward.h_q * -(-forward.n_q // config.b_r) * config.pieces(spec) * 4  # one for a warp
@@ -387,7 +392,7 @@ def wgmma_part(problem: BackwardProblem, config: BackwardWgmmaConfig, device: De
             tickets,
             parts,
             heads_of_part,
-            wgmma_section(problem, config, device),
+            min(wgmma_section(problem, config, device), columns),
             wgmma_row_section(problem, config, device),
         )
         + wgmma_scale(problem),

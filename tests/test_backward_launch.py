@@ -1,5 +1,7 @@
 """What the kernels of the backward pass are launched with: without a GPU."""
 
+import struct
+
 import pytest
 
 from cuflash import backward_plan
@@ -123,10 +125,14 @@ CAUSAL = {"causal": "bottom-right"}
         (8, 960, CAUSAL, ROWS_64, 8),
         (8, 1024, CAUSAL, ROWS_128, 8),
         (32, 512, CAUSAL, ROWS_64, 8),
+        (32, 256, CAUSAL, ROWS_64, 32),
         (8, 4096, {"window": (None, 20)}, ROWS_64, 2),
         (8, 4096, {"window": (100, 20)}, ROWS_64, 8),
         (16, 4096, {}, ROWS_64, 16),
         (17, 4096, {}, ROWS_64, 8),
+        (17, 512, {}, ROWS_64, 8),
+        (17, 448, {}, ROWS_64, 17),
+        (17, 512, {}, ROWS_128, 17),
         (32, 4096, CAUSAL, SPLIT, 32),
     ],
 )
@@ -138,3 +144,16 @@ def test_so_many_query_heads_that_share_keys_go_into_one_ticket_whatever_the_bat
     assert wgmma_heads_of_part(problem, config) == expected
     tiles = batch * 2 * -(-n // config.b_c) if expected < group else 0
     assert wgmma_scratch(problem, config)["key_sums"] == ((tiles, config.b_c, 128), "float32")
+
+
+def test_so_many_tiles_of_keys_that_no_32_bits_count_them_are_refused():
+    many = problem_of("bfloat16", (16, 16), (512, 2**18), batch=16, heads=(2**20, 1))
+    with pytest.raises(ValueError, match=r"split the batch"):
+        make_parts(many, ROWS_64, known_device("sm_90"))
+
+
+def test_no_more_heads_are_worked_on_together_than_there_are():
+    # Else the number of their tiles of keys might not fit into 32 bits.
+    (part,) = make_parts(problem_of("bfloat16", (64, 64), (512, 300), heads=(40, 1)), ROWS_64, known_device("sm_90"))
+    tickets, parts, heads_of_part, section, _ = struct.unpack_from("<5i", part.tail)
+    assert (tickets, parts, heads_of_part, section) == (2 * 3 * 5, 5, 8, 2)

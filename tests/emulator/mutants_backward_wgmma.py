@@ -18,13 +18,12 @@ PROBLEMS = {
     "panels": (Case("backward-wgmma-panels", **SIZED | {"d": (80, 96), "n": (70, 200)}), USUAL),
     "wide": (Case("backward-wgmma-wide", **SIZED | {"n": (200, 600)}), BackwardWgmmaConfig(128, k_stages=2)),
     "groups": (Case("backward-wgmma-groups", **SIZED | {"heads": (4, 2), "batch": (2,)}), USUAL),
+    "sections": (Case("backward-wgmma-sections", **SIZED | {"heads": (10, 10), "n": (70, 300)}), USUAL),  # 8 heads, 2
     "parts": (
-        Case("backward-wgmma-parts", **SIZED | {"heads": (18, 1), "n": (70, 100), "dtype": "float16"}),
-        USUAL,
-    ),
-    "parts-causal": (
         Case(
-            "backward-wgmma-parts-causal", **SIZED | {"heads": (5, 1), "n": (1024, 200)}, options={"causal": "top-left"}
+            "backward-wgmma-parts",
+            **SIZED | {"heads": (5, 1), "n": (1024, 100), "dtype": "float16"},
+            options={"causal": "top-left"},
         ),
         USUAL,
     ),
@@ -66,7 +65,7 @@ PROBLEMS = {
 }
 
 ANY_ORDER = ("any-order", "any-order-wide")  # of the parts of dQ
-MORE_BLOCKS = {"parts": 3}  # the last part, of two heads, is done before the one that it waits for
+MORE_BLOCKS = {"parts": 3}  # the last part, of one head, is done before the one that it waits for
 KERNEL, ORDER, WEIGHTS = "backward_wgmma.cu", "wgmma_backward_order.cuh", "wgmma_backward_weights.cuh"
 CONSUMER, SPLIT, ROWS = "wgmma_backward_consumer.cuh", "wgmma_backward_split.cuh", "wgmma_backward_rows.cuh"
 PARTS = "wgmma_backward_parts.cuh"
@@ -239,7 +238,7 @@ MUTANTS = [
         ORDER,
         "in_half - rank * width",
         "in_half % a.section",
-        ("groups",),
+        ("sections",),
         also=(("min(a.section, all - section * a.section)", "a.section"),),
     ),
     Mutant("void-tickets-worked-on", ORDER, "if (!kTurnsAround || key_tile", "if (true || key_tile", ("causal",)),

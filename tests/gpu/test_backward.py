@@ -163,8 +163,8 @@ def test_only_dq_has_other_bits_in_any_order():
 
 # ---- keys whose query heads go into several tickets ----
 IN_PARTS = [
-    Case("parts", n=(70, 300), d=(80, 80), heads=(34, 2), batch=(2,), dtype="bfloat16"),
-    Case("parts-half", n=(300, 70), d=(64, 64), heads=(18, 1), batch=(1,), dtype="float16"),
+    Case("parts", n=(520, 300), d=(80, 80), heads=(34, 2), batch=(2,), dtype="bfloat16"),
+    Case("parts-half", n=(1100, 70), d=(64, 64), heads=(18, 1), batch=(1,), dtype="float16"),
     Case(
         "parts-causal",
         **{"n": (1100, 1200), "d": (128, 128), "heads": (16, 2), "batch": (2,), "dtype": "bfloat16"},
