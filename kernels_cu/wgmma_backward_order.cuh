@@ -1,9 +1,9 @@
 // The order of the work, and with it of every sum.
 //
-// A block draws tickets: each is a tile of keys, and some of the query heads that share them. Where dQ has sums in device memory, a tile's dQ is added to what other tiles of the same
-// head have added to the same rows, in the order of their tickets; so a block waits only for tiles with lower tickets, which others have
-// drawn before it, and which wait in turn for lower ones only. Whatever number of blocks runs, the one with the lowest ticket goes on.
-// Without kDeterministic nobody waits: dQ is added in whatever order it comes.
+// A block draws tickets: each is a tile of keys, and some of the query heads that share them. Where dQ has sums in device memory, a tile's
+// dQ is added to what other tiles of the same head have added to the same rows, in the order of their tickets; so a block waits only for
+// tiles with lower tickets, which others have drawn before it, and which wait in turn for lower ones only. Whatever number of blocks runs,
+// the one with the lowest ticket goes on. Without kDeterministic nobody waits for that: dQ is added in whatever order it comes.
 //
 // Hardly any block does wait. Tiles of keys are walked upwards through their rows with tickets falling along the keys, or downwards with
 // tickets rising. Under a causal mask blocks that walk upwards start at their diagonals, two tiles of rows apart, and end one after the
