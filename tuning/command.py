@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 
 NOTES = """\
 Without shapes, the workloads of a preset are tuned: llm, causal prefill and decoding of language models; vit, encoders
-of images; long, sequences of 32768 and more. One workload stands for all calls of its size bucket. With --heads,
---seqlen and --head-dim, one workload: pairs are of queries and keys (or values), and one number stands for both. With
---like, that of q, k and v in .npy files, of which only the headers are read. --backward adds the gradients of each.
+of images; long, sequences of 32768 and more; papers, what `cuflash bench` compares; all, all of these. One workload
+stands for all calls of its size bucket. With --heads, --seqlen and --head-dim, one workload: pairs are of queries and
+keys (or values), and one number stands for both. With --like, that of q, k and v in .npy files, of which only the
+headers are read. --backward adds the gradients of each.
 
 Winners go where calls find them (`cuflash cache list`). Ctrl-C keeps what was found; the same command goes on where it
 stopped. Measurements and the journal of the studies, which optuna-dashboard opens, are in the folder that is printed.
