@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -54,6 +54,8 @@ STEPS_APART = 3  # from when dQ of a tile is added to when the next block may ad
 
 
 MAX_PARAMETER_BYTES = 4096  # of a kernel; it reads no more than it declares
+MAX_KNOWN_CALLS = 256  # of which the parameters are remembered
+MOST_KNOWN_LAUNCHES = 4  # of a call of which they are
 
 
 class Stage(NamedTuple):
@@ -118,14 +120,25 @@ class BackwardLaunch:
 
         `addresses` are those of `ADDRESSES` in order, 0 for what is absent, and then those of `scratch`.
         """
-        for (*others, last), part in self.parts:  # which the driver has read when it returns: one block serves all
+        blocks_of_parts = self.known_blocks(tuple(addresses))
+        for ((*others, last), _), blocks in zip(self.parts, blocks_of_parts, strict=True):
             pointer = last.stream(stream)
-            for offsets, sizes in part.blocks:
+            for block in blocks:  # which the driver has read when it returns: one serves all kernels of the part
                 parameters = last.take()
-                parameters.block.raw = part.block(addresses, offsets, sizes)
+                parameters.block.raw = block
                 for kernel in others:
                     kernel.run(parameters, pointer)
                 last.launch(parameters, pointer)
+
+    @functools.cached_property
+    def known_blocks(self) -> Callable[[tuple[int, ...]], tuple[tuple[bytes, ...], ...]]:
+        """The parameters of every launch, by part, remembered: most calls of a training run meet addresses again."""
+        few = sum(len(part.blocks) for _, part in self.parts) <= MOST_KNOWN_LAUNCHES
+        return functools.lru_cache(MAX_KNOWN_CALLS)(self.packed_blocks) if few else self.packed_blocks
+
+    def packed_blocks(self, addresses: tuple[int, ...]) -> tuple[tuple[bytes, ...], ...]:
+        """The parameters of every launch, by part."""
+        return tuple(tuple(part.block(addresses, *block) for block in part.blocks) for _, part in self.parts)
 
 
 def shifted_block(addresses: Sequence[int], offsets: Sequence[int]) -> bytes:

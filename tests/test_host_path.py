@@ -500,3 +500,22 @@ def test_kernels_of_a_part_are_launched_with_one_block(fake):
     block = backward_launch.ADDRESS_BLOCK.pack(*given[:-2]) + sizes + struct.pack("<2Q", 7, 8) + b"tail"
     assert fake.launches == [(block, 9)] * 3
     assert [len(kernel._idle) for kernel in kernels] == [0, 0, 1]
+
+
+@pytest.mark.parametrize(("launches", "expected"), [(1, 2), (backward_launch.MOST_KNOWN_LAUNCHES + 1, 15)])
+def test_parameters_of_a_backward_call_are_packed_once_an_address_where_they_are_few(
+    fake, monkeypatch, launches, expected
+):
+    sizes = bytes(backward_launch.SIZE_BLOCK.size)
+    none = (0,) * len(backward_launch.ADDRESSES)
+    part = backward_launch.Part(None, (), ((none, sizes),) * launches)
+    packed = []
+    pack = backward_launch.Part.block
+    monkeypatch.setattr(backward_launch.Part, "block", lambda self, *given: packed.append(given) or pack(self, *given))
+    launch = backward_launch.BackwardLaunch((((driver.Kernel(SimpleNamespace(ptr=1), 1, 32, 0, bytes(4096)),), part),))
+    fake.size = len(backward_launch.ADDRESSES) * 8 + len(sizes)
+    for first in (100, 200, 100):
+        launch([first, *none[1:]], STREAM)
+    assert len(packed) == expected
+    firsts = [struct.unpack_from("<Q", block)[0] for block, _ in fake.launches]
+    assert firsts == [first for first in (100, 200, 100) for _ in range(launches)]
