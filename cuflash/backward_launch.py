@@ -44,12 +44,10 @@ SIZE_BLOCK = struct.Struct(f"<{sum(STRIDES_PER_ARRAY.values())}q4d16iQ")
 MAP_ALIGNMENT_IN_BLOCK = 64
 LEAST_HEADS = 8  # that are worked on together without a mask, on Hopper
 CONDITION_BLOCK = struct.Struct("<Q")  # what SIZE_BLOCK ends with
-MOST_HEADS = 16  # of the query heads that share keys, in a ticket on Hopper; if there are more, it has so many:
-HEADS_OF_PART = 8
-MOST_HEADS_CAUSAL = 4  # the same under a causal mask, and how many if there are more, by the rows of a tile
-HEADS_OF_PART_CAUSAL = {64: 2, 128: 4}
-LEAST_STEPS = 8  # of a walk through one of them under a causal mask, on average, where that holds
-LEAST_STEPS_OF_PART = 64  # of a walk through HEADS_OF_PART, where that holds
+# On Hopper: how many query heads that share keys one ticket has at most; if there are more, how many then; and from how
+# many tiles of rows on. Under a causal mask (by the rows of a tile), and otherwise.
+MOST_HEADS_CAUSAL, HEADS_OF_PART_CAUSAL, LEAST_ROW_TILES_CAUSAL = 4, {64: 2, 128: 4}, 16
+MOST_HEADS, HEADS_OF_PART, LEAST_ROW_TILES = 16, 8, 8
 STEPS_APART = 3  # from when dQ of a tile is added to when the next block may add its own
 
 
@@ -333,11 +331,10 @@ def wgmma_heads_of_part(problem: BackwardProblem, config: BackwardWgmmaConfig) -
     spec, group = problem.spec, query_heads_of_keys(problem)
     if config.splits_products:
         return group
-    steps = -(-problem.forward.n_q // config.b_r) / 2
-    if spec.left != spec.right and steps >= LEAST_STEPS and group > MOST_HEADS_CAUSAL:
+    row_tiles = -(-problem.forward.n_q // config.b_r)
+    if spec.left != spec.right and group > MOST_HEADS_CAUSAL and row_tiles >= LEAST_ROW_TILES_CAUSAL:
         return HEADS_OF_PART_CAUSAL[config.b_r]
-    is_long = 2 * steps * HEADS_OF_PART >= LEAST_STEPS_OF_PART
-    return HEADS_OF_PART if group > MOST_HEADS and is_long else group
+    return HEADS_OF_PART if group > MOST_HEADS and row_tiles >= LEAST_ROW_TILES else group
 
 
 def wgmma_section(problem: BackwardProblem, config: BackwardWgmmaConfig, device: DeviceInfo) -> int:

@@ -217,7 +217,7 @@ MUTANTS = [
             PARTS,
             "    if (thread() == 0) ld_acquire_until(a.key_turns + index(), of.part);\n",
             "",
-            ("parts", "parts-causal"),
+            ("parts",),
         ),
     ),
     Mutant(

@@ -15,6 +15,7 @@ from device_arrays import call_on_device, on_device, poisoned_memory
 import cuflash
 from cuflash import backward, compiler
 from cuflash.arrays import describe
+from cuflash.backward_launch import query_heads_of_keys, wgmma_heads_of_part
 from cuflash.backward_plan import (
     backward_simt_default,
     backward_wgmma_default,
@@ -190,6 +191,10 @@ def test_keys_with_several_tickets(case):
     run_call(call, case)
     run_call(call, case, deterministic=False)
     arrays = call_on_device(call, case.options, None)
+    operands = {name: describe(name, x) for name, x in arrays.items()}
+    problem = read_backward_problem(**operands, **case.options)
+    config = backward_wgmma_default(problem.spec, device_info(cupy.cuda.Device().id))
+    assert wgmma_heads_of_part(problem, config) < query_heads_of_keys(problem)
     first = cuflash.attention_backward(**arrays, **case.options)
     assert all(same(cuflash.attention_backward(**arrays, **case.options), first) for _ in range(50))
     last = {name: x[-1:] for name, x in arrays.items()}
