@@ -37,7 +37,12 @@ from cuflash.timing import flops, interleaved, wait
 WIDE = WgmmaConfig(2, 128, 2, 2)
 CANDIDATES = {  # by head dim
     64: (WgmmaConfig(3, 128, 3), WgmmaConfig(3, 128, 3, 2), WgmmaConfig(2, 128, 3, 2), WgmmaConfig(4, 64, 5, 2)),
-    128: (WIDE, replace(WIDE, ping_pong=False), replace(WIDE, speculative=False)),
+    128: (
+        WIDE,
+        replace(WIDE, ping_pong=False),
+        replace(WIDE, speculative=False),
+        WgmmaConfig(3, 64, 3, 2, ping_pong=False),
+    ),
     256: (WgmmaConfig(2, 64, 2), WgmmaConfig(2, 64, 2, ping_pong=False), WgmmaConfig(2, 64, 2, section_mb=32)),
     72: (WIDE, WgmmaConfig(3, 96, 2), WgmmaConfig(2, 176, 2)),
     80: (WIDE, WgmmaConfig(3, 96, 2), WgmmaConfig(2, 176, 2)),

@@ -133,7 +133,8 @@ class WgmmaDefault:
 
     A `lean` one leaves no registers for a mask, a softcap or a bias, unless it is one of keys alone; without
     `bias_of_keys`, none for that either, and without `bounds`, none for a window's left bound and for lengths of
-    queries. One that is `crowded` may need local memory as in MmaDefault.
+    queries. One of `windows` serves calls with a left bound alone. One that is `crowded` may need local memory as in
+    MmaDefault.
     """
 
     max_head_dim: int
@@ -144,17 +145,20 @@ class WgmmaDefault:
     crowded: bool = False
     bounds: bool = True
     bias_of_keys: bool = True
+    windows: bool = False
 
     def serves(self, spec: Spec, n_q: float, n_k: int) -> bool:
         """Whether `spec` with `n_q` queries and `n_k` keys is one of them."""
         is_bounded = spec.left or spec.q_lengths
         is_light = spec.bias is None or (spec.bias_of_keys and self.bias_of_keys and not is_bounded)
         has_features = spec.mask or spec.softcap or not is_light
-        if (self.lean and has_features) or (is_bounded and not self.bounds):
+        if (self.lean and has_features) or (is_bounded and not self.bounds) or (self.windows and not spec.left):
             return False
         return max(spec.d, spec.d_v) <= self.max_head_dim and n_q <= self.max_queries and n_k >= self.min_keys
 
 
+# A window cuts tiles at both of its ends: narrow ones waste less, and three warpgroups hide what each costs.
+WINDOW_TILES = WgmmaConfig(3, 64, stages=3, q_stages=2, ping_pong=False)
 # Tiles of the Hopper family in order of preference; the first legal one is the default. A mask, a bias by
 # rows or a softcap needs registers that narrower tiles leave. Order: benchmarks/forward_wgmma.py.
 WGMMA_DEFAULTS = (
@@ -162,6 +166,7 @@ WGMMA_DEFAULTS = (
     WgmmaDefault(64, True, WgmmaConfig(4, 64, stages=5, q_stages=2), crowded=True, bounds=False, bias_of_keys=False),
     WgmmaDefault(64, lean=True, config=WgmmaConfig(2, 128, stages=3, q_stages=2)),
     WgmmaDefault(128, lean=True, config=WgmmaConfig(1, 128, stages=2, ping_pong=False), max_queries=64),
+    WgmmaDefault(128, lean=True, config=WINDOW_TILES, windows=True),
     WgmmaDefault(80, lean=True, config=WgmmaConfig(3, 96, stages=2), crowded=True, bias_of_keys=False),
     WgmmaDefault(128, lean=True, config=WgmmaConfig(2, 128, stages=2, q_stages=2)),
     WgmmaDefault(256, lean=True, config=WgmmaConfig(1, 64, stages=2, ping_pong=False), max_queries=64),

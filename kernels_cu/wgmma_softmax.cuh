@@ -17,7 +17,7 @@ constexpr float kLost = 0x1p100f;    // such a sum is as good as infinite: the f
 constexpr float kFar = 1024;         // of references in log2 units: beyond it, the rounding of c m would show in P
 constexpr float kLargest = 3.4028234664e38f;
 constexpr i32 kRepairs = kSpeculative ? 2 : 0;
-constexpr float kSteep = 8;          // in log2 units: by as much the maximum of half a tile is above that of the half before
+constexpr float kSteep = 32;         // in log2 units: by as much the maximum of half a tile is above that of the half before
 constexpr i32 kPartKeys = 16;        // of a tile, whose scores are computed again at a time
 
 // c. Where the scale is folded into it, its sign, and a scale of 0, are Q's.
@@ -253,11 +253,11 @@ struct Rows {
 
   // Scores become weights, `sum` their sums over this lane's keys.
   template <i32 n> static __device__ __forceinline__ void weigh(float (&s)[n], float c, const float (&offset_of)[2], float (&sum)[2]) {
-    float of_two[4] = {};  // two chains of additions a row
+    float of_two[4];  // two chains of additions a row
 #pragma unroll
     for (i32 i = 0; i < n; ++i) {
       s[i] = exp2_of(fmaf(s[i], c, -offset_of[row_of_s(i)]));
-      of_two[i % 4] += s[i];
+      of_two[i % 4] = i < 4 ? s[i] : of_two[i % 4] + s[i];
     }
 #pragma unroll
     for (i32 r = 0; r < 2; ++r) sum[r] = of_two[2 * r] + of_two[2 * r + 1];

@@ -1,6 +1,7 @@
 """Every kernel compiles, at its default tiles, for every generation of GPU: without one."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,15 @@ from cupy.cuda import nvrtc
 from cuflash.compiler import Variant, compile_cubin, kernel_sources, resource_usage
 from cuflash.config import why_not_wgmma
 from cuflash.device import KNOWN_DEVICES, known_device
-from cuflash.plan import MMA_DEFAULTS, WGMMA_DEFAULTS, mma_default, simt_default, wgmma_default, why_not_mma_by_default
+from cuflash.plan import (
+    MMA_DEFAULTS,
+    WGMMA_DEFAULTS,
+    WINDOW_TILES,
+    mma_default,
+    simt_default,
+    wgmma_default,
+    why_not_mma_by_default,
+)
 from cuflash.problem import DTYPES, ITEM_BYTES, Spec
 
 CONFIG_OF = {"forward_simt": simt_default, "forward_mma": mma_default, "forward_wgmma": wgmma_default}
@@ -110,6 +119,15 @@ def test_hopper_tiles_for_a_bias_of_keys_compile_clean(sizes):
     without = Spec("bfloat16", 128, 128)
     assert wgmma_default(wanted[1], device, **sizes) == wgmma_default(without, device, **sizes)
     expect_clean("forward_wgmma", "sm_90", wanted, **sizes)
+
+
+def test_hopper_tiles_for_windows_compile_clean():
+    device = known_device("sm_90")
+    windows = [Spec("bfloat16", 128, 128, left=True, right=True), Spec("float16", 80, 80, left=True, kv_lengths=True)]
+    assert {wgmma_default(spec, device) for spec in windows} == {WINDOW_TILES}
+    assert WINDOW_TILES not in {wgmma_default(replace(spec, left=False), device) for spec in windows}
+    assert WINDOW_TILES not in {wgmma_default(spec, device, n_q=1) for spec in windows}
+    expect_clean("forward_wgmma", "sm_90", windows)
 
 
 @pytest.mark.parametrize("sizes", [{"n_q": 1}, {"n_k": 4096}], ids=["few-queries", "many-keys"])
