@@ -1,6 +1,7 @@
 """Campaign: backward tiles of the Hopper family, checked against float64, timed in turn with cuDNN.
 
 python benchmarks/backward_wgmma.py [--check] [--rounds 7] [--budget 80] [--only 128-4096]
+python benchmarks/backward_wgmma.py --kernels [--only -1024-]    the share of each kernel, with the default tiles
 
 With --check only small problems of odd sizes are computed. cuDNN is PyTorch's. The backward pass alone is timed, all
 kernels counted. B * N = 16384, H * D = 2048, layout (B, N, H, D). Operations: 10 B H N_q N_k D, half if causal.
@@ -215,10 +216,30 @@ def check_small() -> int:
     return failed
 
 
+def print_kernels(case: Case, repeats: int = 20) -> None:
+    """What each kernel takes of the time of all, by PyTorch's profiler."""
+    q, k, v, dout = make_inputs(case)
+    out, lse = cuflash.attention_forward(q, k, v, **case.options())
+
+    def run() -> Any:
+        return cuflash.attention_backward(dout, q, k, v, out, lse, **case.options())
+
+    finish(run, str(case))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(repeats):
+            run()
+        torch.cuda.synchronize()
+    took = {event.key: event.device_time_total / repeats for event in profile.key_averages()}
+    took = {name.removeprefix("backward_wgmma_"): us for name, us in took.items() if name.startswith("backward_wgmma_")}
+    shares = (f"{name} {us:.1f} us ({us / sum(took.values()):.1%})" for name, us in took.items())
+    print(f"{case!s:28} {', '.join(shares)}", flush=True)
+
+
 def main() -> int:
     """Run the campaign."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="small problems only")
+    parser.add_argument("--kernels", action="store_true", help="the share of each kernel, by the profiler")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--budget", type=float, default=80, help="seconds after which no further case is started")
     parser.add_argument("--only", default="", help="cases whose name contains this")
@@ -229,6 +250,10 @@ def main() -> int:
         return 1 if check_small() else 0
 
     cases = [case for case in TIMED if options.only in str(case)]
+    if options.kernels:
+        for case in cases:
+            print_kernels(case)
+        return 0
     refusals = prepare(cases, lambda case: CANDIDATES[case.d])
     table, failed = [], 0
     for case in cases:

@@ -26,7 +26,7 @@ from cuflash.config import (
 from cuflash.device import DeviceInfo
 from cuflash.problem import ITEM_BYTES, VECTOR_BYTES, Spec
 
-STATISTICS_LANES = 8  # that share a row, as in backward_statistics.cuh
+STATISTICS_LANES = 4  # that share a row, as in backward_statistics.cuh
 STATISTICS_ROWS = 128  # of a head, or a multiple: what its row statistics fill up, so that every tile finds its own
 
 # Registers of a thread that copies, that multiplies dS and K, and of a consumer: all that a launch of 512 threads gives
@@ -270,7 +270,7 @@ class BackwardWgmmaConfig:
     family: ClassVar[str] = "wgmma"
     consumers: ClassVar[int] = 2
     row_stages: ClassVar[int] = 2  # of Q and dO, and of dS where it is in shared memory
-    threads: ClassVar[int] = 512  # of the row statistics
+    threads: ClassVar[int] = 256  # of the row statistics
 
     def __post_init__(self) -> None:
         require_positive(self, "b_r", "b_c", "k_stages", "dq_stages", "waves")

@@ -23,7 +23,7 @@ from cuflash.backward_problem import BackwardProblem
 from cuflash.compiler import Variant, load_functions
 from cuflash.config import WARP
 from cuflash.device import DeviceInfo
-from cuflash.driver import Kernel
+from cuflash.driver import Kernel, Parameters
 from cuflash.launch import MAX_GRID, scale_log2, take_longest_axis
 from cuflash.problem import ITEM_BYTES, contiguous_strides, round_up
 from cuflash.tensor_maps import TensorMaps, map_layout
@@ -51,7 +51,6 @@ MOST_HEADS, HEADS_OF_PART, LEAST_ROW_TILES = 16, 8, 8
 STEPS_APART = 3  # from when dQ of a tile is added to when the next block may add its own
 
 
-MAX_PARAMETER_BYTES = 4096  # of a kernel; it reads no more than it declares
 MAX_KNOWN_CALLS = 256  # of which the parameters are remembered
 MOST_KNOWN_LAUNCHES = 4  # of a call of which they are
 
@@ -92,7 +91,10 @@ class Part(NamedTuple):
     maps: tuple[tuple[str, TensorMaps], ...] = ()
 
     def block(self, addresses: Sequence[int], offsets: Sequence[int], sizes: bytes) -> bytes:
-        """The parameters of one launch; `addresses` are those of `ADDRESSES` and then those of `scratch`."""
+        """The parameters of one launch, as long as kernels declare them.
+
+        `addresses` are those of `ADDRESSES` and then those of `scratch`.
+        """
         common = shifted_block(addresses[: len(ADDRESSES)], offsets) + sizes
         if self.condition is not None:
             common = common[: -CONDITION_BLOCK.size] + CONDITION_BLOCK.pack(addresses[self.condition])
@@ -118,25 +120,23 @@ class BackwardLaunch:
 
         `addresses` are those of `ADDRESSES` in order, 0 for what is absent, and then those of `scratch`.
         """
-        blocks_of_parts = self.known_blocks(tuple(addresses))
-        for ((*others, last), _), blocks in zip(self.parts, blocks_of_parts, strict=True):
-            pointer = last.stream(stream)
-            for block in blocks:  # which the driver has read when it returns: one serves all kernels of the part
-                parameters = last.take()
-                parameters.block.raw = block
-                for kernel in others:
+        for (kernels, _), launches in zip(self.parts, self.known_parameters(tuple(addresses)), strict=True):
+            pointer = kernels[0].stream(stream)
+            for parameters in launches:
+                for kernel in kernels:
                     kernel.run(parameters, pointer)
-                last.launch(parameters, pointer)
 
     @functools.cached_property
-    def known_blocks(self) -> Callable[[tuple[int, ...]], tuple[tuple[bytes, ...], ...]]:
-        """The parameters of every launch, by part, remembered: most calls of a training run meet addresses again."""
+    def known_parameters(self) -> Callable[[tuple[int, ...]], tuple[tuple[Parameters, ...], ...]]:
+        """Those of every launch, by part, remembered: most calls of a training run meet addresses again."""
         few = sum(len(part.blocks) for _, part in self.parts) <= MOST_KNOWN_LAUNCHES
-        return functools.lru_cache(MAX_KNOWN_CALLS)(self.packed_blocks) if few else self.packed_blocks
+        return functools.lru_cache(MAX_KNOWN_CALLS)(self.parameters) if few else self.parameters
 
-    def packed_blocks(self, addresses: tuple[int, ...]) -> tuple[tuple[bytes, ...], ...]:
-        """The parameters of every launch, by part."""
-        return tuple(tuple(part.block(addresses, *block) for block in part.blocks) for _, part in self.parts)
+    def parameters(self, addresses: tuple[int, ...]) -> tuple[tuple[Parameters, ...], ...]:
+        """Those of every launch, by part; nothing writes to them any more."""
+        return tuple(
+            tuple(Parameters(part.block(addresses, *block)) for block in part.blocks) for _, part in self.parts
+        )
 
 
 def shifted_block(addresses: Sequence[int], offsets: Sequence[int]) -> bytes:
@@ -468,7 +468,7 @@ def load_kernels(part: Part) -> tuple[Kernel, ...]:
     """The kernels of the stages that have blocks to run, on the current device."""
     functions = load_functions(part.variant, [stage.entry for stage in part.stages])
     return tuple(
-        Kernel(function, stage.grid, stage.threads, stage.shared_bytes, bytes(MAX_PARAMETER_BYTES))
+        Kernel(function, stage.grid, stage.threads, stage.shared_bytes)
         for function, stage in zip(functions, part.stages, strict=True)
         if stage.grid
     )

@@ -32,10 +32,10 @@ class Kernel:
     function : cupy.cuda.Function
     grid, threads, shared_bytes : int
     content : bytes
-        The parameter block, but for what each launch writes into it.
+        The parameter block that `take` gives, but for what each launch writes into it.
     """
 
-    def __init__(self, function: Any, grid: int, threads: int, shared_bytes: int, content: bytes) -> None:
+    def __init__(self, function: Any, grid: int, threads: int, shared_bytes: int, content: bytes = b"") -> None:
         import cupy
 
         driver, runtime = cupy.cuda.driver, cupy.cuda.runtime

@@ -94,8 +94,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) backward_mma_statistics(c
   if (thread < static_cast<i64>(p.batch) * p.heads * p.row_tiles * kWarps) own.turns[thread] = 0;
   if (thread == 0) *own.next_tile = 0;
   if (p.n_q == 0) return;
-  write_row_statistics(p);
-  if constexpr (kHalf) write_row_sizes(p, own.row_sizes);
+  write_row_statistics<kHalf>(p, own.row_sizes);
   if constexpr (sizeof(Element) == 4) find_special_rows(p, own.special);
 }
 

@@ -415,12 +415,12 @@ struct Consumer : KeyOwner {
 
 // ---- the kernels ----
 extern "C" __global__ void __launch_bounds__(kThreads, 1) backward_wgmma_statistics(const __grid_constant__ BackwardWgmmaParams a) {
-  for_row_statistics(a.p, [&](i64 head, i32 row, Lse lse, Real delta) {
-    const i64 at = head * a.p.statistics_rows + place_of_statistic(row);
-    a.p.row_lse[at] = lse_as_subtracted(a.p, lse);
-    a.p.row_delta[at] = delta;
+  for_row_statistics<kHalf>(a.p, [&](i64 head, i32 row, const RowStatistics& of_row) {
+    const i64 first = head * a.p.statistics_rows, at = first + place_of_statistic(row);
+    a.p.row_lse[at] = lse_as_subtracted(a.p, of_row.lse);
+    a.p.row_delta[at] = of_row.delta;
+    if constexpr (kHalf) a.row_sizes[first + row] = of_row.dout_size;
   });
-  if constexpr (kHalf) write_row_sizes(a.p, a.row_sizes);
   const i32 blocks_of_head = (a.p.statistics_rows + kStatisticsRows - 1) / kStatisticsRows;
   const i32 first_row = static_cast<i32>(blockIdx.x % blocks_of_head) * kStatisticsRows;
   if (first_row >= a.p.row_tiles * kBr) return;
@@ -497,10 +497,11 @@ extern "C" __global__ void __launch_bounds__(kTileThreads, 1) backward_wgmma_key
 __device__ __forceinline__ void convert_sums(const BackwardWgmmaParams& a) {
   const Params& p = a.p;
   const i32 lane = threadIdx.x % 32;
-  const i64 part = blockIdx.x * static_cast<i64>(kThreads / 32) + threadIdx.x / 32, piece = part / kWarps, index = piece / kDqPieces;
-  if (index >= static_cast<i64>(p.batch) * p.heads * p.row_tiles) return;
-  const i32 row_tile = static_cast<i32>(index % p.row_tiles), head = static_cast<i32>(index / p.row_tiles) % p.heads;
-  const i32 batch = static_cast<i32>(index / p.row_tiles / p.heads);
+  const i64 part = blockIdx.x * static_cast<i64>(kThreads / 32) + threadIdx.x / 32;
+  const i32 in_tile = static_cast<i32>(part / kWarps % kDqPieces), index = static_cast<i32>(part / (kWarps * kDqPieces));
+  const i32 index_of_head = index / p.row_tiles, row_tile = index - index_of_head * p.row_tiles;
+  const i32 batch = index_of_head / p.heads, head = index_of_head - batch * p.heads;
+  if (batch >= p.batch) return;
   const Adders all = adders(visibility(p, batch, head), row_tile);
   const bool any = all.first < all.end;
   float dq[kDqRegisters];
@@ -511,7 +512,7 @@ __device__ __forceinline__ void convert_sums(const BackwardWgmmaParams& a) {
 #pragma unroll
     for (i32 e = 0; e < 4; ++e) dq[i + e] = x.x[e];
   }
-  const i32 in_tile = static_cast<i32>(piece % kDqPieces), column = in_tile % kDqPanels * kPanelColumns;
+  const i32 column = in_tile % kDqPanels * kPanelColumns;
   const i32 row = row_tile * kBr + in_tile / kDqPanels * kWarpgroupRows + static_cast<i32>(part % kWarps) * 16 + lane / 4;
   const float scale = static_cast<float>(p.gradient_scale);
   Element* const to = p.dq + batch * p.dq_batch + head * p.dq_head + row * p.dq_row + column;

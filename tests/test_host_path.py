@@ -493,13 +493,12 @@ def test_kernels_of_a_part_are_launched_with_one_block(fake):
     sizes = bytes(i % 256 for i in range(backward_launch.SIZE_BLOCK.size))
     none = (0,) * len(backward_launch.ADDRESSES)
     part = backward_launch.Part(None, (), ((none, sizes),), tail=b"tail")
-    kernels = tuple(driver.Kernel(SimpleNamespace(ptr=i), 1, 32, 0, bytes(4096)) for i in range(3))
+    kernels = tuple(driver.Kernel(SimpleNamespace(ptr=i), 1, 32, 0) for i in range(3))
     given = [*range(101, 101 + len(none)), 7, 8]
     fake.size = len(backward_launch.ADDRESSES) * 8 + len(sizes) + 16 + 4
     backward_launch.BackwardLaunch(((kernels, part),))(given, STREAM)
     block = backward_launch.ADDRESS_BLOCK.pack(*given[:-2]) + sizes + struct.pack("<2Q", 7, 8) + b"tail"
     assert fake.launches == [(block, 9)] * 3
-    assert [len(kernel._idle) for kernel in kernels] == [0, 0, 1]
 
 
 @pytest.mark.parametrize(("launches", "expected"), [(1, 2), (backward_launch.MOST_KNOWN_LAUNCHES + 1, 15)])
@@ -512,7 +511,7 @@ def test_parameters_of_a_backward_call_are_packed_once_an_address_where_they_are
     packed = []
     pack = backward_launch.Part.block
     monkeypatch.setattr(backward_launch.Part, "block", lambda self, *given: packed.append(given) or pack(self, *given))
-    launch = backward_launch.BackwardLaunch((((driver.Kernel(SimpleNamespace(ptr=1), 1, 32, 0, bytes(4096)),), part),))
+    launch = backward_launch.BackwardLaunch((((driver.Kernel(SimpleNamespace(ptr=1), 1, 32, 0),), part),))
     fake.size = len(backward_launch.ADDRESSES) * 8 + len(sizes)
     for first in (100, 200, 100):
         launch([first, *none[1:]], STREAM)
