@@ -55,9 +55,9 @@ def backward_rows(q: cupy.ndarray, k: cupy.ndarray, v: cupy.ndarray) -> dict[str
     explained = cuflash.explain_backward(v, q, k, v, out, lse)
     given = backward.BackwardCall(q, k, v, out, v, lse)
     known, addresses = backward.CALLS.ready(arrays.CUPY, given, call.Options(), backward.Wanted(), None)
-    gradients, memory = [make(q) for make in known.makers], known.make_workspace(q)
+    gradients, (_memory, start) = [make(q) for make in known.makers], known.make_workspace(q)
     addresses += [x.data.ptr for x in gradients] + list(known.absent)
-    addresses += [memory.data.ptr + offset for offset in known.offsets]
+    addresses += [start + offset for offset in known.offsets]
     launch = known.launch
     rows: dict[str, Callable[[], object]] = {
         f"cuflash.attention_backward, family {explained.family}": lambda: cuflash.attention_backward(

@@ -140,6 +140,16 @@ class CupyKind(NumpyKind):
         ndarray, numpy_dtype = import_cupy().ndarray, DTYPE_OF[dtype]
         return lambda like: ndarray(shape, numpy_dtype)
 
+    def memory_maker(self, size: int) -> Callable[[Any], tuple[Any, int]]:
+        """What makes `size` bytes where arrays like its argument are: what keeps them, and their address."""
+        allocate = import_cupy().cuda.alloc
+
+        def make(like: Any) -> tuple[Any, int]:
+            memory = allocate(size)
+            return memory, memory.ptr
+
+        return make
+
     def stream(self, like: Any) -> Any:
         """The stream to launch on; None is CuPy's current one."""
         return None
@@ -240,6 +250,15 @@ class TorchCudaKind(CupyKind):
             maker: Callable[[Any], Any] = torch.empty_like  # the fastest
             return maker
         return operator.methodcaller("new_empty", shape, dtype=getattr(torch, dtype))
+
+    def memory_maker(self, size: int) -> Callable[[Any], tuple[Any, int]]:
+        import torch
+
+        def make(like: Any) -> tuple[Any, int]:
+            memory = like.new_empty(size, dtype=torch.uint8)
+            return memory, memory.data_ptr()
+
+        return make
 
     def stream(self, like: Any) -> Any:
         import torch

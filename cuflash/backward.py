@@ -188,8 +188,8 @@ class RememberedBackward:
     """What a call of one signature on arrays of a GPU needs, checked, compiled and loaded.
 
     `launch` is None where there is nothing to compute, and where arrays must be copied first. `makers` make the
-    gradients, and `make_workspace` what holds the arrays of the kernels at `offsets`, in bytes. `absent` are addresses
-    of gradients that are not asked for.
+    gradients, and `make_workspace` the memory that holds the arrays of the kernels at `offsets`, in bytes. `absent`
+    are addresses of gradients that are not asked for.
     """
 
     device: int
@@ -198,7 +198,7 @@ class RememberedBackward:
     copies: bool
     gradients: tuple[Gradient, ...]
     makers: tuple[Callable[[Any], Any], ...]
-    make_workspace: Callable[[Any], Any]
+    make_workspace: Callable[[Any], tuple[Any, int]]
     offsets: tuple[int, ...]
     absent: tuple[int, ...]
     as_made: bool
@@ -241,7 +241,7 @@ def remember(
                 kind.maker(gradient.full_shape, gradient_dtype(problem, name), call.q)
                 for name, gradient in problem.gradients.items()
             ),
-            make_workspace=kind.maker((size // ITEM_BYTES["float32"],), "float32", call.q),
+            make_workspace=kind.memory_maker(size),
             offsets=offsets,
             absent=(0,) * (len(OUTPUTS) - len(gradients)),
             as_made=all(gradient.shape == gradient.full_shape for gradient in gradients),
@@ -295,8 +295,7 @@ def differentiate_gpu(
 
     gradients = tuple([make(q) for make in known.makers])
     if known.launch is not None:
-        memory = known.make_workspace(q)
-        start = kind.address(memory)
+        _kept, start = known.make_workspace(q)  # until everything is launched
         addresses += map(kind.address, gradients)
         addresses += known.absent
         addresses += [start + offset for offset in known.offsets]

@@ -421,8 +421,7 @@ def gradients(monkeypatch):
         return lambda addresses, stream: launches.append((list(addresses), stream))
 
     def maker(self, shape, dtype, q):
-        place = len(new) if len(shape) > 1 else None
-        new.append(at(FIRST + (8 + len(new) << 24) if place is not None else WORKSPACE, shape, arrays.DTYPE_OF[dtype]))
+        new.append(at(FIRST + (8 + len(new) << 24), shape, arrays.DTYPE_OF[dtype]))
         return lambda like, array=new[-1]: array
 
     monkeypatch.setattr(backward.CALLS, "known", {})
@@ -431,6 +430,7 @@ def gradients(monkeypatch):
     monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: 0)
     monkeypatch.setattr(arrays.CupyKind, "current", lambda self, like: contextlib.nullcontext())
     monkeypatch.setattr(arrays.CupyKind, "maker", maker)
+    monkeypatch.setattr(arrays.CupyKind, "memory_maker", lambda self, size: lambda like: (None, WORKSPACE))
     return SimpleNamespace(launches=launches, made=made, new=new)
 
 
