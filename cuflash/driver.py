@@ -1,7 +1,8 @@
-"""Kernel launches by the driver's own call, with parameters that are written in place.
+"""Kernel launches by the driver's own call, with parameters that are written in place or kept.
 
 CuPy's launch looks at every argument anew. Here a kernel's parameters are one block of bytes, laid out when the launch
-is planned; a call writes what changes, the addresses, into a block that no other thread is using.
+is planned; a call writes what changes, the addresses, into a block that no other thread is using (`Kernel.take`), or
+finds a block with these addresses, which all threads share and nobody writes to (`Kernel.run`).
 """
 
 from __future__ import annotations

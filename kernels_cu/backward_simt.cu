@@ -41,10 +41,11 @@ template <bool kOwnsKeys> struct Owner {
 };
 
 // ---- pieces ----
-// Sums of a thread, times `factor`, to rows [0, rows_live) and columns [0, columns_live) in device memory
+// Sums of a thread, times `factor`, to rows [0, rows_live) and columns [0, columns_live) in device memory; 0 for rows that are empty,
+// where a sum may be 0 times infinity
 template <i32 kRows, i32 kColumns>
-__device__ __forceinline__ void store_rows(Element* target, i64 row_stride, const Real (&sums)[kRows][kColumns], Real factor, i32 rows_live,
-                                           i32 columns_live, Thread own) {
+__device__ __forceinline__ void store_rows(Element* target, i64 row_stride, const Real (&sums)[kRows][kColumns], Real factor,
+                                           const bool (&is_empty)[kRows], i32 rows_live, i32 columns_live, Thread own) {
   constexpr i32 kVector = kVectorOf<kColumns>;
   constexpr i32 kStore = kVector < kElementsPerAccess ? kVector : kElementsPerAccess;
 #pragma unroll
@@ -57,7 +58,7 @@ __device__ __forceinline__ void store_rows(Element* target, i64 row_stride, cons
         const i32 column = own.column<kVector>(c) + w;
         Vector<Element, kStore> to;
 #pragma unroll
-        for (i32 e = 0; e < kStore; ++e) from_real(to.x[e], sums[i][c * kVector + w + e] * factor);
+        for (i32 e = 0; e < kStore; ++e) from_real(to.x[e], is_empty[i] ? Real(0) : sums[i][c * kVector + w + e] * factor);
         if (column < columns_live) *reinterpret_cast<Vector<Element, kStore>*>(target + own.row(i) * row_stride + column) = to;
       }
   }
@@ -179,13 +180,16 @@ template <bool kOwnsKeys> __device__ __forceinline__ void pass(const Params& p) 
     }
   }
 
-  // Epilogue: rows and keys beyond the live ones, and those that nothing sees, have gradients of 0.
+  // Epilogue: rows and keys beyond the live ones, and rows that see no key, have gradients of 0.
   const Real scale = static_cast<Real>(p.gradient_scale);
+  bool is_empty[kRows];
+#pragma unroll
+  for (i32 i = 0; i < kRows; ++i) is_empty[i] = kOwnsKeys ? own.row(i) >= own_live : own_stats[i].lse == kInfinity;
   if (kOwnsKeys) {
-    store_rows(p.dk + batch * p.dk_batch + kv_head * p.dk_head + own0 * p.dk_row, p.dk_row, sum1, scale, p.n_k - own0, p.d, own);
-    store_rows(p.dv + batch * p.dv_batch + kv_head * p.dv_head + own0 * p.dv_row, p.dv_row, sum2, Real(1), p.n_k - own0, p.d_v, own);
+    store_rows(p.dk + batch * p.dk_batch + kv_head * p.dk_head + own0 * p.dk_row, p.dk_row, sum1, scale, is_empty, p.n_k - own0, p.d, own);
+    store_rows(p.dv + batch * p.dv_batch + kv_head * p.dv_head + own0 * p.dv_row, p.dv_row, sum2, Real(1), is_empty, p.n_k - own0, p.d_v, own);
   } else {
-    store_rows(p.dq + batch * p.dq_batch + own_head * p.dq_head + own0 * p.dq_row, p.dq_row, sum1, scale, p.n_q - own0, p.d, own);
+    store_rows(p.dq + batch * p.dq_batch + own_head * p.dq_head + own0 * p.dq_row, p.dq_row, sum1, scale, is_empty, p.n_q - own0, p.d, own);
   }
 }
 

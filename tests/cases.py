@@ -182,6 +182,9 @@ def lengths() -> Iterator[Case]:
     yield Case("lengths-of-zero", **three, kv_lengths=(0, 0, 0), dtype="float32")
     yield Case("lengths-rank-3", n=(33, 40), batch=(), heads=(4, 2), q_lengths=(20,), kv_lengths=(30,), dtype="float32")
     yield Case("lengths-strided", **three, **some, views={"q_lengths": "every-second-column", "kv_lengths": "reversed"})
+    for values, dtype in itertools.product(("infinite-key", "nan-query"), ("float16", "float64")):
+        some = {"kv_lengths": (90, 33, 50), "q_lengths": (1, 65, 40)}
+        yield Case(f"lengths-{values}-{dtype}", **three, **some, values=values, dtype=dtype)
     yield Case("lengths-batch-of-keys-broadcast", **three, kv_batch=(1,), kv_lengths=(90, 33, 1), dtype="float32")
 
 

@@ -20,6 +20,7 @@ from emulator.launch import Array, launch
 from emulator.mutants import Mutant
 from emulator.mutants_backward_wgmma import ANY_ORDER, MORE_BLOCKS, MUTANTS, PROBLEMS
 
+from cuflash import backward_launch
 from cuflash.backward_config import BackwardWgmmaConfig
 from cuflash.backward_plan import why_no_backward_maps
 from cuflash.compiler import Variant
@@ -43,6 +44,13 @@ ADVERSARIES = (
     *(Schedule("random", True, resident=2 + seed % 2, asynchronous="at_random", seed=seed) for seed in range(4, 7)),
 )
 LEFT_OUT = ("d-40-16-bit", "d-96", "d-96-16-bit")  # others are much like these
+
+
+@pytest.fixture(autouse=True)
+def few_rows_are_enough_for_parts(monkeypatch):
+    """Query heads that share keys are parted among tickets for small problems too."""
+    monkeypatch.setattr(backward_launch, "LEAST_ROW_TILES_CAUSAL", 3)
+    monkeypatch.setattr(backward_launch, "LEAST_ROW_TILES", 3)
 
 
 def pick(choices: Any, key: Any) -> Any:
@@ -176,13 +184,12 @@ ORDERS = {"full": {}, "causal": {"causal": True}, "right": {"window": (None, 40)
 
 @pytest.mark.parametrize("options", ORDERS.values(), ids=ORDERS)
 def test_a_batch_entry_alone_has_the_bits_that_it_has_among_others(options):
-    case = Case("entries", n=(150, 280), d=(16, 16), heads=(6, 3), batch=(3,), dtype="bfloat16", options=options)
+    case = Case("entries", n=(150, 200), d=(16, 16), heads=(6, 3), batch=(2,), dtype="bfloat16", options=options)
     config, call = BackwardWgmmaConfig(64), served_call(case)
     among_others = gradients(call, options, config, blocks=5)
-    for entry in (1, 2):
-        own = {name: np.ascontiguousarray(x[entry : entry + 1]) for name, x in call.items()}
-        for one, all_of_them in zip(gradients(own, options, config, blocks=2), among_others, strict=True):
-            assert one[0].tobytes() == all_of_them[entry].tobytes()
+    own = {name: np.ascontiguousarray(x[1:]) for name, x in call.items()}
+    for one, all_of_them in zip(gradients(own, options, config, blocks=2), among_others, strict=True):
+        assert one[0].tobytes() == all_of_them[1].tobytes()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

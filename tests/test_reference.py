@@ -238,8 +238,8 @@ def test_memory_grows_no_faster_than_the_sequence(group):
         finally:
             tracemalloc.stop()
 
-    assert peak(8192) < 2 * peak(4096)
-    assert peak(8192) < 32 << 20
+    assert peak(4096) < 2 * peak(2048)
+    assert peak(4096) < 16 << 20
 
 
 def test_keys_shared_by_a_group_of_heads_are_not_repeated():

@@ -21,6 +21,7 @@ PROBLEMS = {
         Case("backward-dead-rows", **SIZED, mask="bhqk", mask_kind="dead-rows"),
         Case("backward-one-key", **SIZED, mask="bhqk", mask_kind="one-key"),
         Case("backward-lengths", **SIZED, q_lengths=(33, 40), kv_lengths=(50, 21), options={"causal": True}),
+        Case("backward-lengths-infinite-key", **SIZED, values="infinite-key", q_lengths=(33, 40), kv_lengths=(50, 30)),
         Case("backward-bias", **SIZED, bias="bhqk", options={"scale": 0.3}),
         Case("backward-bias-of-heads", **SIZED, bias="-h-k"),
         Case("backward-bias-of-keys", **SIZED, bias="b--k"),
@@ -124,11 +125,7 @@ MUTANTS = [
     Mutant("keys-beyond-the-end-written", KERNEL, "p.n_k - own0, p.d, own", "kOwn, p.d, own", PLAIN),
     Mutant("columns-beyond-the-end-written", KERNEL, "if (column < columns_live) *", "*", PLAIN),
     Mutant(
-        "tiles-of-the-owner-not-zeroed",
-        KERNEL,
-        "see0.key_length : see0.query_length",
-        "p.n_k : p.n_q",
-        ("backward-lengths",),
+        "sums-of-empty-rows-stored", KERNEL, "is_empty[i] ? Real(0) : sums", "sums", ("backward-lengths-infinite-key",)
     ),
     # ---- the bias gradient ----
     Mutant(

@@ -22,7 +22,7 @@ PROBLEMS = {
     "parts": (
         Case(
             "backward-wgmma-parts",
-            **SIZED | {"heads": (5, 1), "n": (1024, 100), "dtype": "float16"},
+            **SIZED | {"heads": (5, 1), "n": (200, 100), "dtype": "float16"},
             options={"causal": "top-left"},
         ),
         USUAL,
