@@ -31,7 +31,8 @@ endif
 TEST_EXTRA := $(or $(CUDA_EXTRA),$(if $(filter Linux,$(shell uname -s)),cuda13))
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Python compiles what is imported, when it is: to compile all that is installed would take half a minute.
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check install --no-compile --quiet
 DEMO_READY := .venv/ready-demo-$(or $(CUDA_EXTRA),cpu)
 TEST_READY := .venv/ready-test-$(or $(TEST_EXTRA),cpu)
 CHECK_READY := .venv/ready-check
@@ -51,7 +52,7 @@ test: $(TEST_READY) $(NVRTC_13_0)
 	OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST)
 
 test-storage: $(TEST_READY)
-	$(PIP) install --quiet --editable '.[storage]'
+	$(INSTALL) --editable '.[storage]'
 	$(BIN)/python -m pytest --postgresql tests/test_tuning_postgresql.py
 
 bench: $(DEMO_READY)
@@ -75,20 +76,20 @@ clean:
 
 # The plain formula that the demo compares with is CuPy's matmul, which needs cuBLAS; cuflash does not.
 $(DEMO_READY): pyproject.toml | .venv/bin/python
-	$(PIP) install --quiet --editable $(if $(CUDA_EXTRA),'.[$(CUDA_EXTRA)]' 'cuda-toolkit[cublas]==$(CUDA_EXTRA:cuda%=%).*',.)
+	$(INSTALL) --editable $(if $(CUDA_EXTRA),'.[$(CUDA_EXTRA)]' 'cuda-toolkit[cublas]==$(CUDA_EXTRA:cuda%=%).*',.)
 	@touch $@
 
 # PyTorch from PyPI is a CUDA build of several gigabytes. Where pip knows a folder of wheels with a CPU build (--no-index
 # looks nowhere else) that is taken, and PyTorch's CPU tensors are tested too. Elsewhere those tests skip.
 $(TEST_READY): pyproject.toml | .venv/bin/python
-	$(PIP) install --quiet --editable '.[test$(if $(TEST_EXTRA),$(comma)$(TEST_EXTRA))]'
-	@$(PIP) install --quiet --no-index --no-deps torch >/dev/null 2>&1 && $(PIP) install --quiet torch || true
+	$(INSTALL) --editable '.[test$(if $(TEST_EXTRA),$(comma)$(TEST_EXTRA))]'
+	@$(INSTALL) --no-index --no-deps torch >/dev/null 2>&1 && $(INSTALL) torch || true
 	@touch $@
 
 # Kernels compile with this NVRTC too, which many have. Where it is not to be had, the folder is empty and those tests skip.
 .venv/nvrtc-13.0: | .venv/bin/python
-	@$(PIP) install --quiet --no-deps --target $@ 'nvidia-cuda-nvrtc==13.0.*' >/dev/null 2>&1 || mkdir -p $@
+	@$(INSTALL) --no-deps --target $@ 'nvidia-cuda-nvrtc==13.0.*' >/dev/null 2>&1 || mkdir -p $@
 
 $(CHECK_READY): pyproject.toml | .venv/bin/python
-	$(PIP) install --quiet --editable '.[dev]'
+	$(INSTALL) --editable '.[dev]'
 	@touch $@

@@ -1,7 +1,7 @@
 """Campaign: backward tiles of the Hopper family, checked against float64, timed in turn with cuDNN.
 
 python benchmarks/backward_wgmma.py [--check] [--rounds 7] [--budget 80] [--only 128-4096]
-python benchmarks/backward_wgmma.py --kernels [--only -1024-]    the share of each kernel, with the default tiles
+python benchmarks/backward_wgmma.py --kernels [--only=-1024-]    the share of each kernel, with the default tiles
 
 With --check only small problems of odd sizes are computed. cuDNN is PyTorch's. The backward pass alone is timed, all
 kernels counted. B * N = 16384, H * D = 2048, layout (B, N, H, D). Operations: 10 B H N_q N_k D, half if causal.
